@@ -13,6 +13,7 @@ from checkpoint.blueprint import (
     Norm,
     Opaque,
 )
+from checkpoint.compressed import Compressed
 from checkpoint.config import parse_config
 from checkpoint.directory import Checkpoint, differing_parts
 from checkpoint.dtypes import DType, ScaledDType, WeightFormat
@@ -33,11 +34,15 @@ from checkpoint.errors import (
 from checkpoint.files import is_named, open_regular
 from checkpoint.headers import TensorEntry
 from checkpoint.held import (
+    cached_bytes_per_token,
+    entry_bytes_per_block,
     expert_weight_bytes,
     head_bytes,
+    kv_bytes_per_token,
     layer_sizes,
     layer_weight_bytes,
     stage_weight_bytes,
+    state_bytes,
 )
 from checkpoint.recurrent import (
     DeltaLayout,
@@ -52,11 +57,8 @@ from checkpoint.recurrent import (
 from checkpoint.rope_config import RopeConfig, RopeKind
 from checkpoint.step_sizes import EXPANDED_ELEMENTS, INDEX_ELEMENTS
 from checkpoint.tensors import (
-    cached_bytes_per_token,
-    kv_bytes_per_token,
     stage_tensor_names,
     stage_tensor_shapes,
-    state_bytes,
     verify_tensors,
 )
 
@@ -71,6 +73,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointNotFound",
+    "Compressed",
     "DType",
     "DeltaLayout",
     "Dense",
@@ -103,6 +106,7 @@ __all__ = [
     "WrongShape",
     "cached_bytes_per_token",
     "differing_parts",
+    "entry_bytes_per_block",
     "expert_weight_bytes",
     "head_bytes",
     "is_named",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from checkpoint.compressed import Compressed, PageShape, has_entries
 from checkpoint.dtypes import DType, WeightFormat
 from checkpoint.multipliers import RowScale
 from checkpoint.names import LLAMA_NAMES, NameTable
@@ -73,23 +74,6 @@ class QueryGrowth:
 
     beta: float
     original_length: int
-
-
-@dataclass(frozen=True, slots=True)
-class PageShape:
-    """What a layer keeps of a token: in each of `parts` a row of `width` elements for each of `heads`.
-
-    Parts are keys and values, or one part for both.
-    """
-
-    parts: int
-    heads: int
-    width: int
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of one token."""
-        return self.parts * self.heads * self.width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,18 +233,19 @@ class Latent:
         return self.top_k is not None and self.indexer is None
 
 
-Mixer = Attention | Latent | Recurrent | NoMixer
+Mixer = Attention | Latent | Compressed | Recurrent | NoMixer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedSwiGlu:
-    """(up + 1) * gate * sigmoid(alpha * gate), of gates up to `limit` and ups from -limit to limit.
+    """up * gate * sigmoid(alpha * gate), of gates up to `limit` and ups from -limit to limit.
 
-    Source: gpt-oss, torch/model.py, swiglu.
+    `offset` is added to ups within their limits. Source: gpt-oss, torch/model.py, swiglu.
     """
 
     alpha: float
     limit: float
+    offset: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,16 +253,17 @@ class Dense:
     """MLP: down(act(gate(x)) * up(x)), or down(act(up(x))) if not gated, with `width` elements between."""
 
     width: int
-    activation: Activation = Activation.SILU
+    activation: Activation | ClampedSwiGlu = Activation.SILU
     is_gated: bool = True
     has_bias: bool = False
 
 
 class RouterScore(Enum):
-    """How logits of experts become scores, from 0 to 1."""
+    """How logits of experts become scores, from 0 on."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
+    SQRT_SOFTPLUS = "square root of softplus"
 
 
 class GroupScore(Enum):
@@ -295,7 +281,8 @@ class Router:
     of score and bias. If there are `num_groups` groups, only experts of the `num_kept_groups` best groups are
     chosen, by `group_score`. Weights are the scores of the chosen experts: divided by their sum if
     `is_normalised`, then times `scaling`, and with `has_expert_scale` times a learned number for each expert.
-    Logits are computed in float32 if `is_wide`.
+    Logits are computed in float32 if `is_wide`. With `num_hashed_tokens`, a table has the experts of
+    each of as many tokens, a vocabulary's, instead; their scores are their weights as before.
     """
 
     score: RouterScore = RouterScore.SOFTMAX
@@ -308,6 +295,7 @@ class Router:
     has_expert_scale: bool = False
     is_wide: bool = False
     has_bias: bool = False
+    num_hashed_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,6 +391,12 @@ class LayerPlan:
     def num_streams(self) -> int:
         """Residual streams that it reads and writes."""
         return 1 if self.connection is None else self.connection.num_streams
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether the tokens themselves choose experts."""
+        inner = self.feed_forward
+        return isinstance(inner, Experts) and inner.router.num_hashed_tokens is not None
 
     @property
     def known_feed_forward(self) -> FeedForwardPlan:
@@ -589,6 +583,11 @@ class Blueprint:
     def layer_windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer, see `Attention`."""
         return tuple(layer.mixer.window for layer in self.layers)
+
+    @property
+    def cache_windows(self) -> tuple[int | None, ...]:
+        """Windows of all that layers keep: theirs, and None for the entries of compressors, which stay."""
+        return self.layer_windows + ((None,) if any(has_entries(kind.mixer) for kind in self.kinds) else ())
 
 
 def _with_long_rope(layer: LayerPlan, *, is_long: bool) -> LayerPlan:

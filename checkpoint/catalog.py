@@ -73,7 +73,8 @@ GGUF_TYPES = tuple(dtype.name for dtype in (*DType, *BlockDType))
 WEIGHT_FORMATS = (
     FormatEntry(
         method="fp8",
-        variants="E4M3 with a scale per block (`weight_block_size`) or per tensor; scales F32, BF16 or E8M0",
+        variants="E4M3 with a scale per block (`weight_block_size`) or per tensor; scales F32, BF16 or E8M0;"
+        " experts of DeepSeek V4 in MXFP4 (`expert_dtype` fp4)",
     ),
     FormatEntry(
         method="compressed-tensors",
@@ -183,7 +184,8 @@ def _experts(row: Architecture) -> list[str]:
     words = [f"experts in layers: {rule.layers.value}", f"router scores: {rule.score.value}"]
     words += [f"groups ranked by {rule.group_score.value}"] if rule.has_groups else []
     is_shared = rule.shared_width_key is not None or rule.shared_count_key is not None
-    words += ["clamped SwiGLU"] if rule.has_clamp else []
+    words += ["clamped SwiGLU"] if rule.has_clamp or rule.has_limit else []
+    words += ["experts of the first layers by a table of tokens"] if rule.has_hashes else []
     words += [] if rule.is_gated else ["experts without gate"]
     words += [f"experts on latents if {rule.latent_key}"] if rule.latent_key else []
     words += ["biases of experts and router"] if rule.has_bias else []
@@ -218,6 +220,7 @@ _LLAMA = next(row for row in ARCHITECTURES if row.model_type == "llama")
 _UNSHOWN = {
     *("model_type", "class_name", "title", "keys", "defaults", "head_dim", "has_kv_heads_default"),
     *("windows", "window_pattern", "activation_key", "fixed", "reasons", "same", "other_keys"),
+    "other_names",
 }
 """Names, defaults, and what other columns show."""
 _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {
@@ -234,6 +237,11 @@ _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {
     "latent": _latent,
     "delta": lambda row: ["Gated DeltaNet in most layers"],
     "has_kimi_delta": lambda row: ["Kimi Delta Attention in most layers"],
+    "is_compressed": lambda row: [
+        "attention to a window of shared keys, and to entries of earlier tokens",
+        "output projected by groups of heads",
+        "hyper-connections of hc_mult residual streams",
+    ],
     "mamba": _mamba,
     "width_key": lambda row: [f"width of the MLP: {row.width_key}"],
     "has_output_gate": lambda row: ["gates of attention's output"],

@@ -23,6 +23,7 @@ from checkpoint.blueprint import (
     QkNorm,
     QueryGrowth,
 )
+from checkpoint.compressed_config import parse_compressed_layers, parse_streams
 from checkpoint.config_fields import (
     RawConfig,
     flag,
@@ -38,7 +39,7 @@ from checkpoint.config_fields import (
 )
 from checkpoint.dtypes import DType
 from checkpoint.errors import BadConfig, CheckpointError, UnsupportedModel
-from checkpoint.expert_config import parse_experts, parse_sparse_layers
+from checkpoint.expert_config import parse_experts, parse_hashed_layers, parse_sparse_layers
 from checkpoint.family_rules import (
     Architecture,
     EmbeddingScale,
@@ -96,6 +97,7 @@ def parse_config(
         embedding_scale=_parse_embedding_scale(raw, row, hidden_size),
         logit_scale=_parse_logit_scale(raw, row),
         logit_softcap=_cap(raw, "final_logit_softcapping", row.scales.logit_cap) if caps else None,
+        collapse=parse_streams(raw)[1] if row.is_compressed else None,
     )
 
 
@@ -168,6 +170,7 @@ def _parse_layers(raw: RawConfig, row: Architecture) -> tuple[LayerPlan, ...]:
         placement=row.norms.placement,
         residual_scale=positive_float(raw, "residual_multiplier", 1.0) if row.scales.has_multipliers else 1.0,
         has_scale=row.has_layer_scale,
+        connection=parse_streams(raw)[0] if row.is_compressed else None,
     )
     return tuple(
         replace(plan, mixer=mixer, feed_forward=feed_forward)
@@ -192,6 +195,8 @@ def _parse_scales(raw: RawConfig, mixer: Mixer, beside: Mamba2 | None) -> tuple[
 
 
 def _parse_mixers(raw: RawConfig, row: Architecture, num_layers: int) -> list[Mixer]:
+    if row.is_compressed:
+        return [*parse_compressed_layers(raw, row, num_layers)]
     if row.latent is not None and row.latent.indexer is not None:
         return [*parse_latent_layers(raw, row, row.latent, num_layers)]
     recurrent = parse_recurrent(raw, row, _parse_norm(raw, row).eps)
@@ -246,6 +251,8 @@ def _parse_feed_forwards(raw: RawConfig, row: Architecture, num_layers: int) -> 
         experts = parse_experts(raw, rule, _parse_activation(raw, row), _parse_norm(raw, row))
     if rule.layers is SparseLayers.BLOCKS:
         return _parse_blocks(raw, row, experts)
+    if rule.has_hashes and experts is not None:
+        return [*parse_hashed_layers(raw, experts, num_layers)]
     dense = None if all(is_sparse) else _parse_dense(raw, row)
     chosen = (experts if has_experts else dense for has_experts in is_sparse)
     return [feed_forward for feed_forward in chosen if feed_forward is not None]

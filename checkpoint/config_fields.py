@@ -30,11 +30,13 @@ LIMITS: Mapping[str, int] = {
     **dict.fromkeys(("num_global_key_value_heads", "global_head_dim"), 2**16),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 2**16),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**16),
-    **dict.fromkeys(("index_n_heads", "index_head_dim"), 2**16),
+    **dict.fromkeys(("index_n_heads", "index_head_dim", "o_groups", "o_lora_rank"), 2**16),
     "moe_intermediate_size": 2**22,
     "moe_latent_size": 2**20,
     "shared_expert_intermediate_size": 2**22,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 2**12),
+    "hc_mult": 2**6,
+    "hc_sinkhorn_iters": 2**10,
     **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts", "num_nextn_predict_layers"), 2**6),
 }
 """Upper bounds, far above any existing model, so that no oversized allocation follows."""

@@ -19,11 +19,11 @@ from checkpoint.generation_config import bos_token_id, eos_token_ids
 from checkpoint.gguf.files import is_gguf, model_name
 from checkpoint.gguf.model import describe_gguf, gguf_headers
 from checkpoint.headers import Headers, ShardHeader, TensorEntry, read_headers
+from checkpoint.held import check_can_hold
 from checkpoint.mistral.model import describe_mistral
 from checkpoint.pins import Pins
 from checkpoint.quantization import PackedMatrix
 from checkpoint.tensors import (
-    check_can_hold,
     draft_prefixes,
     packed_tensors,
     stage_tensor_names,

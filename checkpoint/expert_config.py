@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from checkpoint.block_types import MOE, block_types
 from checkpoint.blueprint import Activation, ClampedSwiGlu, Dense, Experts, GroupScore, Norm, Router
 from checkpoint.config_fields import RawConfig, flag, natural_int, positive_float, positive_int, text
@@ -88,15 +90,16 @@ def parse_experts(raw: RawConfig, rule: ExpertRule, activation: Activation, norm
         )
     width = positive_int(raw, rule.width_key)
     shared = _shared_width(raw, rule, width)
+    inner = _limited(raw) if rule.has_limit else activation
     return Experts(
         count=count,
         per_token=per_token,
         width=width,
         router=router,
-        activation=_clamped(raw) if rule.has_clamp else activation,
+        activation=_clamped(raw) if rule.has_clamp else inner,
         is_gated=rule.is_gated,
         has_bias=rule.has_bias,
-        shared=None if shared == 0 else Dense(width=shared, activation=activation, is_gated=rule.is_gated),
+        shared=None if shared == 0 else Dense(width=shared, activation=inner, is_gated=rule.is_gated),
         has_shared_gate=shared > 0 and rule.has_shared_gate,
         branch_norm=norm if rule.has_branches else None,
         latent_width=_latent_width(raw, rule),
@@ -113,6 +116,31 @@ def _clamped(raw: RawConfig) -> ClampedSwiGlu:
     return ClampedSwiGlu(
         alpha=positive_float(raw, "swiglu_alpha", 1.702), limit=positive_float(raw, "swiglu_limit", 7.0)
     )
+
+
+def _limited(raw: RawConfig) -> ClampedSwiGlu:
+    """SiLU of limited gates, times limited ups."""
+    return ClampedSwiGlu(alpha=1.0, limit=positive_float(raw, "swiglu_limit"), offset=0.0)
+
+
+_DEFAULT_HASH_LAYERS = 3
+"""Default in transformers' DeepseekV4Config."""
+
+
+def parse_hashed_layers(raw: RawConfig, experts: Experts, num_layers: int) -> list[Experts]:
+    """The experts of each layer, some of which the tokens themselves choose. Raises BadConfig."""
+    router, words = experts.router, {"hash_moe": True, "moe": False}
+    hashed = replace(router, has_choice_bias=False, num_hashed_tokens=positive_int(raw, "vocab_size"))
+    listed = raw.get("mlp_layer_types")
+    if listed is None:
+        count = natural_int(raw, "num_hash_layers", _DEFAULT_HASH_LAYERS)
+        listed = ["hash_moe" if layer < count else "moe" for layer in range(num_layers)]
+    if not isinstance(listed, list) or len(listed) != num_layers or any(name not in words for name in listed):
+        raise BadConfig(
+            f"config field 'mlp_layer_types' must list 'hash_moe' or 'moe' for {num_layers} layers, is"
+            f" {listed!r:.120}"
+        )
+    return [replace(experts, router=hashed if words[name] else router) for name in listed]
 
 
 def _count(raw: RawConfig, rule: ExpertRule) -> int:

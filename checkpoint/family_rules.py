@@ -124,8 +124,9 @@ class ExpertRule:
     with `has_group_method` only if topk_method is "group_limited_greedy"; `group_score` ranks groups.
     `has_scaling`: routed_scaling_factor is read. `has_branches`: see `Experts.branch_norm`;
     experts have scales, too. `has_bias`: experts and router have biases. `has_clamp`: swiglu_alpha and
-    swiglu_limit are read. `is_gated`: see `Dense`, also of the shared expert. Field
-    `latent_key` is `Experts.latent_width`.
+    swiglu_limit are read. `has_limit`: swiglu_limit is read, also for the shared expert. `is_gated`: see
+    `Dense`, also of the shared expert. Field `latent_key` is `Experts.latent_width`. `has_hashes`: layers are
+    hashed by mlp_layer_types, or the first num_hash_layers, see `Router`.
     """
 
     layers: SparseLayers = SparseLayers.ALL
@@ -148,6 +149,8 @@ class ExpertRule:
     has_branches: bool = False
     has_bias: bool = False
     has_clamp: bool = False
+    has_limit: bool = False
+    has_hashes: bool = False
     is_gated: bool = True
     latent_key: str | None = None
 
@@ -227,11 +230,13 @@ class Architecture:
     `LayerPlan.has_scale`; `has_sinks`: see `Attention`. Fields of `same` repeat fields at other paths, where
     these are given. `defaults` are the values of fields that published checkpoints may lack.
     `latent`: the mixer is latent attention. Most layers are Gated DeltaNet with `delta`, Mamba2 with `mamba`,
-    and Kimi Delta Attention with `has_kimi_delta`. `other_keys`: see `config_fields.with_usual_keys`.
+    and Kimi Delta Attention with `has_kimi_delta`. With `is_compressed`, the mixer is
+    `Compressed`. `other_keys`: see `config_fields.with_usual_keys`.
     `has_output_gate`: see `Attention`. `aliases` are further model types of the same computation. `width_key`
     is the field of the width of MLPs.
     `window_pattern`: every n-th layer has full attention if `Windows.PATTERN` is not given layer by layer.
-    `title` names the models for people; None: the name of the class.
+    `title` names the models for people; None: the name of the class. `other_names` are tables of names
+    that some checkpoints have instead of `names`.
     """
 
     model_type: str
@@ -240,6 +245,7 @@ class Architecture:
     title: str | None = None
     aliases: frozenset[str] = frozenset()
     names: NameTable = LLAMA_NAMES
+    other_names: tuple[NameTable, ...] = ()
     windows: Windows = Windows.NONE
     window_pattern: int = 0
     rotation: Rotation = Rotation.ALL
@@ -263,6 +269,7 @@ class Architecture:
     delta: DeltaLayout | None = None
     mamba: MambaRule | None = None
     has_kimi_delta: bool = False
+    is_compressed: bool = False
     has_output_gate: bool = False
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)

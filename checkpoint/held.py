@@ -1,4 +1,4 @@
-"""Weights in memory: matrices that a GPU holds in 4 or 8 bits, and the sizes of all weights.
+"""What a stage holds: matrices that a GPU holds in 4 or 8 bits, and the sizes of weights and of caches.
 
 `stage_worker.model.held_matrices` has the tensors of such matrices; Triton kernels multiply by them as they
 are.
@@ -7,11 +7,15 @@ are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
-from checkpoint.blueprint import Blueprint, LayerPlan, Opaque
-from checkpoint.dtypes import DType, PackedDType
+from checkpoint.blueprint import Blueprint, Experts, Latent, LayerPlan, Mixer, Opaque
+from checkpoint.compressed import Compressed
+from checkpoint.dtypes import INT4_GROUP, INT4_ROWS, DType, PackedDType, ScaledDType, WeightFormat
+from checkpoint.errors import UnsupportedModel
 from checkpoint.names import EXPERT_ROLES, TensorRole
 from checkpoint.quantization import Awq, Fp4, Gptq, PackedInts, Quantization, Scaled, Scheme
+from checkpoint.recurrent import Pageless, Recurrent
 from checkpoint.tensors import (
     STREAM_ROLES,
     RoleShapes,
@@ -119,12 +123,13 @@ STACKED = (
     (TensorRole.EXPERT_GATE, TensorRole.EXPERT_UP),
     (TensorRole.SHARED_GATE, TensorRole.SHARED_UP),
     (TensorRole.DELTA_QKV, TensorRole.DELTA_Z, TensorRole.DELTA_B, TensorRole.DELTA_A),
+    (TensorRole.ENTRY_VALUE, TensorRole.ENTRY_GATE, TensorRole.INDEX_VALUE, TensorRole.INDEX_GATE),
 )
 """Roles whose tensors are one below the other in memory."""
 _NOT_HELD = EXPERT_ROLES.union(
     {TensorRole.ROUTER, TensorRole.SHARED_WEIGHT},
     {TensorRole.KV_UP, TensorRole.HEAD_KEYS, TensorRole.HEAD_VALUES},
-    {TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT},
+    {TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT, TensorRole.O_GROUPS},
 )
 """Matrices that other code than a projection multiplies by."""
 _REORDERED = (TensorRole.Q, TensorRole.Q_UP, TensorRole.KV_DOWN, TensorRole.DELTA_QKV)
@@ -281,3 +286,70 @@ def stage_weight_bytes(
     outside += collapse_bytes(config) if has_head else 0
     sizes = layer_sizes(config, dtype)
     return outside + sum(sizes[layer] for layer in layers)
+
+
+def check_can_hold(config: Blueprint) -> None:
+    """Raise UnsupportedModel for families without a row, experts, latent attention, recurrent layers, and
+    matrices that lack whole groups of the weight format.
+    """
+    if config.weight_format is not None and not config.has_row:
+        raise UnsupportedModel(
+            f"{config.model_type!r} has no native layers, which --quantize needs: leave it out"
+        )
+    if config.weight_format is not None and any(
+        isinstance(kind.feed_forward, Experts) for kind in config.kinds
+    ):
+        raise UnsupportedModel(
+            f"{config.model_type!r} is a mixture of experts, which --quantize does not support: leave it out"
+        )
+    if config.weight_format is not None and any(isinstance(kind.mixer, Compressed) for kind in config.kinds):
+        raise UnsupportedModel(
+            f"{config.model_type!r} has compressed attention, which --quantize does not support: leave it out"
+        )
+    if config.weight_format is not None and any(isinstance(kind.mixer, Latent) for kind in config.kinds):
+        raise UnsupportedModel(
+            f"{config.model_type!r} has latent attention, which --quantize does not support: leave it out"
+        )
+    if config.weight_format is not None and config.is_recurrent:
+        raise UnsupportedModel(
+            f"{config.model_type!r} has recurrent layers, which --quantize does not support: leave it out"
+        )
+    if config.weight_format is not WeightFormat.INT4:
+        return
+    for layer in map(config.layers.index, config.kinds):
+        for tensor in layer_tensors(config, layer):
+            if tensor.is_matrix and (tensor.shape[0] % INT4_ROWS or tensor.shape[1] % INT4_GROUP):
+                raise UnsupportedModel(
+                    f"int4 weights have multiples of {INT4_ROWS} rows and {INT4_GROUP} columns, but"
+                    f" {tensor.name} has {tensor.shape[0]} and {tensor.shape[1]}: use int8, or no --quantize"
+                )
+
+
+def kv_bytes_per_token(mixer: Mixer, dtype: DType | ScaledDType) -> int:
+    """Size of the rows that one layer keeps of a token, in `dtype`, see `PageShape`."""
+    if isinstance(mixer, Pageless):
+        return 0
+    shape = mixer.page_shape
+    return shape.parts * shape.heads * dtype.row_bytes(shape.width)
+
+
+def entry_bytes_per_block(mixer: Mixer, block_size: int, dtype: DType) -> int:
+    """Size of the entries that one layer keeps of a block of tokens, which are in the run dtype."""
+    if not isinstance(mixer, Compressed):
+        return 0
+    return mixer.entry_elements(block_size) * dtype.size_bytes
+
+
+def state_bytes(mixer: Recurrent, dtype: DType) -> int:
+    """Size of what one recurrent layer keeps of a sequence, see `StatePart`."""
+    sizes = ((part, DType.F32 if part.is_wide else dtype) for part in mixer.state_parts)
+    return sum(prod(part.shape) * part_dtype.size_bytes for part, part_dtype in sizes)
+
+
+def cached_bytes_per_token(mixer: Mixer, dtype: DType, kv_dtype: ScaledDType | None) -> int:
+    """Size of all that one layer keeps of a token: rows in `kv_dtype` (None: the run dtype `dtype`), and a
+    key of its indexer, or what entries are pooled of, which are always in the run dtype. Of entries, see
+    `entry_bytes_per_block`.
+    """
+    beside = mixer.pending_width if isinstance(mixer, Compressed) else mixer.index_width
+    return kv_bytes_per_token(mixer, kv_dtype or dtype) + dtype.row_bytes(beside)

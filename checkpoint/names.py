@@ -28,6 +28,15 @@ class TensorRole(Enum):
     INDEX_K = "keys of the indexer"
     INDEX_K_NORM = "norm of keys of the indexer"
     INDEX_WEIGHT = "weights of heads of the indexer"
+    INDEX_VALUE = "values that keys of the indexer are pooled of"
+    INDEX_GATE = "gates of the pooling of keys of the indexer"
+    INDEX_BIAS = "biases of gates, of keys of the indexer"
+    INDEX_NORM = "norm of pooled keys of the indexer"
+    ENTRY_VALUE = "values that entries are pooled of"
+    ENTRY_GATE = "gates of the pooling of entries"
+    ENTRY_BIAS = "biases of gates, of entries"
+    ENTRY_NORM = "norm of entries"
+    O_GROUPS = "output of groups of heads"
     SINKS = "attention sinks"
     DELTA_QKV = "queries, keys and values of the delta rule"
     DELTA_Z = "gates of the delta rule's output"
@@ -60,6 +69,7 @@ class TensorRole(Enum):
     DOWN = "down"
     ROUTER = "router"
     CHOICE_BIAS = "bias of the choice of experts"
+    HASH_TABLE = "experts of each token of the vocabulary"
     EXPERTS_IN = "latents of experts' input"
     EXPERTS_OUT = "experts' output of latents"
     EXPERT_GATE = "gates of experts"
@@ -95,6 +105,15 @@ _USUAL_MODULES = {
     TensorRole.INDEX_K: "self_attn.indexer.wk",
     TensorRole.INDEX_K_NORM: "self_attn.indexer.k_norm",
     TensorRole.INDEX_WEIGHT: "self_attn.indexer.weights_proj",
+    TensorRole.INDEX_VALUE: "self_attn.indexer.compressor.wkv",
+    TensorRole.INDEX_GATE: "self_attn.indexer.compressor.wgate",
+    TensorRole.INDEX_BIAS: "self_attn.indexer.compressor",
+    TensorRole.INDEX_NORM: "self_attn.indexer.compressor.norm",
+    TensorRole.ENTRY_VALUE: "self_attn.compressor.wkv",
+    TensorRole.ENTRY_GATE: "self_attn.compressor.wgate",
+    TensorRole.ENTRY_BIAS: "self_attn.compressor",
+    TensorRole.ENTRY_NORM: "self_attn.compressor.norm",
+    TensorRole.O_GROUPS: "self_attn.o_a_proj",
     TensorRole.SINKS: "self_attn",
     TensorRole.DELTA_QKV: "linear_attn.in_proj_qkv",
     TensorRole.DELTA_Z: "linear_attn.in_proj_z",
@@ -127,6 +146,7 @@ _USUAL_MODULES = {
     TensorRole.DOWN: "mlp.down_proj",
     TensorRole.ROUTER: "mlp.gate",
     TensorRole.CHOICE_BIAS: "mlp.gate",
+    TensorRole.HASH_TABLE: "mlp.gate",
     TensorRole.EXPERTS_IN: "mlp.fc1_latent_proj",
     TensorRole.EXPERTS_OUT: "mlp.fc2_latent_proj",
     TensorRole.EXPERT_GATE: "mlp.experts.{expert}.gate_proj",

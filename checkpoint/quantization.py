@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from fnmatch import fnmatchcase
@@ -131,6 +131,7 @@ class Fp4Layout(Enum):
     COMPRESSED_TENSORS = "compressed-tensors"
     MODELOPT = "modelopt"
     GPT_OSS = "mxfp4 of transformers"
+    DEEPSEEK = "experts of DeepSeek V4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +161,11 @@ class Fp4:
                 StoredPart.SCALE: _stored(f"{name}_scales", byte, (*leading, groups)),
             }
         module = _module(name)
+        if self.layout is Fp4Layout.DEEPSEEK:
+            return {
+                StoredPart.WEIGHT: _stored(name, (PackedDType.I8, *byte), (*leading, columns // _NIBBLES)),
+                StoredPart.SCALE: _stored(f"{module}.scale", (PackedDType.F8_E8M0,), (*leading, groups)),
+            }
         packed = name if self.layout is Fp4Layout.MODELOPT else f"{module}.weight_packed"
         scales = (PackedDType.F8_E4M3,) if self.is_nv else (PackedDType.U8, PackedDType.F8_E8M0)
         found = {
@@ -343,17 +349,44 @@ class Quantization:
         """This, with the name that a checkpoint with tensors `names` has for the scales of fp8 tensors.
 
         vLLM and AutoFP8 write `weight_scale`, transformers `weight_scale_inv`, Mistral `qscale_weight`,
-        without a mark in the config.
+        DeepSeek V4 `scale`, without a mark in the config. Of the latter, modules that have no scale in any
+        layer are plain.
         """
+        names = set(names)
         found = {name.rpartition(".")[2] for name in names}
-        scale = next((scale for scale in _SCALES if scale in found), "weight_scale")
+        short = (name.removesuffix(_SHORT_SCALE) for name in names if name.endswith(_SHORT_SCALE))
+        is_short = found.isdisjoint(_SCALES) and any(f"{module}.weight" in names for module in short)
+        usual = "scale" if is_short else "weight_scale"
+        scale = next((scale for scale in _SCALES if scale in found), usual)
         targets = tuple(
             replace(one, scheme=replace(scheme, scale=scale))
             if isinstance(scheme := one.scheme, Scaled)
             else one
             for one in self.targets
         )
-        return replace(self, targets=targets)
+        ignore = self.ignore + (_without_scales(names) if is_short else ())
+        return replace(self, targets=targets, ignore=ignore)
+
+
+_SHORT_SCALE = ".scale"
+
+
+def _without_scales(names: Collection[str]) -> tuple[str, ...]:
+    """Modules within a layer that have weights, and no scales in any layer."""
+    plain: set[str] = set()
+    scaled: set[str] = set()
+    for name in names:
+        module = _in_layer(_module(name))
+        if name.endswith(_SHORT_SCALE):
+            scaled.add(_in_layer(name.removesuffix(_SHORT_SCALE)))
+        elif name.endswith(".weight"):
+            plain.add(module)
+    return tuple(sorted(plain - scaled))
+
+
+def _in_layer(module: str) -> str:
+    """Name of a module without the number of its layer."""
+    return re.sub(r"^(.*\.)?layers\.\d+\.", "", module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

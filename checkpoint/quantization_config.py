@@ -36,6 +36,8 @@ def parse_quantization(raw: RawConfig) -> Quantization | None:
     found = raw.get(FIELD)
     if found is None or found is False or found == {}:
         return None
+    if isinstance(found, Mapping) and raw.get("expert_dtype") is not None:
+        found = {"expert_dtype": raw["expert_dtype"], **found}
     if not isinstance(found, Mapping):
         raise BadConfig(f"config field {FIELD!r} must be an object, is {found!r:.120}")
     method = text(found, "quant_method")
@@ -105,25 +107,29 @@ def _block(found: RawConfig, key: str, where: str = FIELD) -> tuple[int, int]:
 
 
 _EVERYTHING = "*"
+_EXPERTS = r"re:(.*\.)?experts\.\d+\."
 
 
 def _parse_fp8(found: RawConfig) -> Quantization:
     """fp8 of DeepSeek, transformers and AutoFP8. `activation_scheme` is about activations only.
 
-    DeepSeek's configs do not say that routers are plain.
+    DeepSeek's configs do not say that routers are plain. `expert_dtype` is that of DeepSeek V4.
     """
     _refuse_unknown(
         found,
         "quant_method weight_block_size modules_to_not_convert ignored_layers fmt scale_fmt"
-        " activation_scheme dequantize",
+        " activation_scheme dequantize expert_dtype",
     )
+    _require(found, "expert_dtype", "fp4", "fp8", None)
     _require(found, "fmt", "e4m3", None)
     _require(found, "scale_fmt", "float", "ue8m0", None)
     has_blocks = found.get("weight_block_size") is not None
     block = _block(found, "weight_block_size") if has_blocks else (0, 0)
     scheme = Scaled(dtype=PackedDType.F8_E4M3, block=block, scale="weight_scale_inv")
+    experts = PackedModules(_EXPERTS, Fp4(layout=Fp4Layout.DEEPSEEK, is_nv=False))
+    has_fp4 = found.get("expert_dtype") == "fp4"
     return Quantization(
-        targets=(PackedModules(_EVERYTHING, scheme),),
+        targets=(*((experts,) if has_fp4 else ()), PackedModules(_EVERYTHING, scheme)),
         ignore=_patterns(found, "modules_to_not_convert", "ignored_layers"),
         includes_routers=False,
     )

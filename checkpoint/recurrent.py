@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from checkpoint.compressed import Compressed
+
 if TYPE_CHECKING:
     from checkpoint.blueprint import LayerPlan
 
@@ -243,12 +245,16 @@ class NoMixer(_Pageless):
 
 def only_on_cpus(layers: Iterable[LayerPlan]) -> str | None:
     """What GPUs do not compute; None if they compute all `layers`."""
-    names = (
-        "Mamba2 beside attention" if layer.beside is not None else "Kimi Delta Attention"
-        for layer in layers
-        if layer.beside is not None or isinstance(layer.mixer, KimiDelta)
-    )
-    return next(names, None)
+    found = (_only_on_cpus(layer) for layer in layers)
+    return next((name for name in found if name is not None), None)
+
+
+def _only_on_cpus(layer: LayerPlan) -> str | None:
+    if layer.beside is not None:
+        return "Mamba2 beside attention"
+    if isinstance(layer.mixer, KimiDelta):
+        return "Kimi Delta Attention"
+    return "compressed attention" if isinstance(layer.mixer, Compressed) else None
 
 
 def recurrent_of(layer: LayerPlan) -> Recurrent | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from checkpoint.blueprint import Experts, Latent, LayerPlan, Mixer, NoFeedForward, Opaque
+from checkpoint.compressed import Compressed
 from checkpoint.dtypes import DType
 from checkpoint.recurrent import Pageless
 
@@ -40,12 +41,12 @@ def mixed_sizes(max_step_tokens: int) -> tuple[int, ...]:
 
 def are_recordable(layers: Iterable[LayerPlan]) -> bool:
     """Whether graphs record layers: not those whose kernels depend on values, as with experts, states or
-    indexers, and not those with several residual streams, for which no graph has buffers.
+    indexers, and not those with entries or with several residual streams, for which no graph has buffers.
     """
     return not any(
         layer.num_streams > 1
         or isinstance(layer.feed_forward, Experts | Opaque | NoFeedForward)
-        or isinstance(layer.mixer, Pageless)
+        or isinstance(layer.mixer, Pageless | Compressed)
         or layer.mixer.index_width
         for layer in layers
     )
@@ -81,7 +82,7 @@ def graph_bytes(
 
 def partial_bytes(mixer: Mixer) -> int:
     """Bytes of one partial result of attention: float32, with highest score and sum of weights."""
-    assert not isinstance(mixer, Pageless), "attention has partial results"
+    assert not isinstance(mixer, Pageless | Compressed), "attention has partial results"
     width = mixer.kv_rank if isinstance(mixer, Latent) else mixer.head_dim
     return 4 * mixer.num_heads * (width + 2)
 
@@ -94,7 +95,7 @@ def _token_elements(hidden_size: int, layer: LayerPlan) -> int:
 
 
 def _mixer_elements(mixer: Mixer) -> int:
-    assert not isinstance(mixer, Pageless), "no graphs of layers without pages"
+    assert not isinstance(mixer, Pageless | Compressed), "no graphs of layers without pages, or with entries"
     if isinstance(mixer, Latent):
         absorbed = mixer.num_heads * (3 * mixer.kv_rank + mixer.rope_dim)
         return absorbed + (mixer.query_rank or 0) + 2 * (mixer.q_size + mixer.o_size + mixer.page_shape.width)

@@ -14,7 +14,6 @@ from checkpoint.blueprint import (
     Indexer,
     Latent,
     LayerPlan,
-    Mixer,
     NoFeedForward,
     Norm,
     NormSpan,
@@ -22,12 +21,18 @@ from checkpoint.blueprint import (
     OuterTensors,
     Placement,
 )
-from checkpoint.dtypes import INT4_GROUP, INT4_ROWS, DType, ScaledDType, StoredDType, WeightFormat
+from checkpoint.compressed import Compressed
+from checkpoint.compressed_shapes import POOLED_ROLES, compressed_shapes
+from checkpoint.dtypes import (
+    DType,
+    PackedDType,
+    StoredDType,
+)
 from checkpoint.errors import CheckpointError, MissingTensor, UnexpectedTensor, UnsupportedModel, WrongShape
 from checkpoint.headers import TensorEntry
 from checkpoint.names import STACK_ROLES, TensorRole
 from checkpoint.quantization import BlockTensors, PackedMatrix, StoredTensor, is_unused, packed_matrices
-from checkpoint.recurrent import GatedDelta, GateNorm, KimiDelta, Mamba2, NoMixer, Pageless, Recurrent
+from checkpoint.recurrent import GatedDelta, GateNorm, KimiDelta, Mamba2, NoMixer
 
 Shapes = dict[str, tuple[int, ...]]
 RoleShapes = dict[tuple[TensorRole, str], tuple[int, ...]]
@@ -44,11 +49,14 @@ _KDA_UP = (TensorRole.KDA_DECAY_UP, TensorRole.KDA_GATE_UP)
 _MATRIX_ROLES = frozenset(
     {TensorRole.Q, TensorRole.K, TensorRole.V, TensorRole.O, TensorRole.ROUTER, TensorRole.SHARED_WEIGHT}
     | {TensorRole.MAMBA_IN, TensorRole.STATE_OUT, TensorRole.EXPERTS_IN, TensorRole.EXPERTS_OUT}
+    | {TensorRole.O_GROUPS, *POOLED_ROLES}
 ).union(_DELTA, {TensorRole.KDA_B}, _KDA_DOWN, _KDA_UP, _LATENT, _INDEX, _MLP, _SHARED_MLP, STACK_ROLES)
-_USUALLY_PLAIN = (TensorRole.ROUTER, TensorRole.INDEX_WEIGHT)
+_USUALLY_PLAIN = (TensorRole.ROUTER, TensorRole.INDEX_WEIGHT, *POOLED_ROLES)
 """Small matrices that decide what is computed, which stay plain in most quantised checkpoints."""
 CHOICE_BIAS_KIND = "e_score_correction_bias"
 """Kind of tensor of `TensorRole.CHOICE_BIAS`."""
+HASH_KIND = "tid2eid"
+"""Kind of tensor of `TensorRole.HASH_TABLE`."""
 SINKS_KIND = "sinks"
 """Kind of tensor of `TensorRole.SINKS`."""
 LAYER_SCALE_KIND = "layer_scalar"
@@ -75,6 +83,9 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
     shapes |= _connections(plan, hidden_size)
     if isinstance(plan.mixer, Latent):
         shapes |= _latent(plan.mixer, hidden_size)
+    elif isinstance(plan.mixer, Compressed):
+        shapes |= compressed_shapes(plan.mixer, hidden_size)
+        shapes[TensorRole.SINKS, SINKS_KIND] = (plan.mixer.num_heads,)
     elif isinstance(plan.mixer, GatedDelta):
         shapes |= _delta(plan.mixer, hidden_size)
     elif isinstance(plan.mixer, KimiDelta):
@@ -214,6 +225,8 @@ def _experts(experts: Experts, hidden_size: int) -> RoleShapes:
     shapes = _projection(TensorRole.ROUTER, experts.count, hidden_size, bias=experts.router.has_bias)
     if experts.router.has_choice_bias:
         shapes[TensorRole.CHOICE_BIAS, CHOICE_BIAS_KIND] = (experts.count,)
+    if experts.router.num_hashed_tokens is not None:
+        shapes[TensorRole.HASH_TABLE, HASH_KIND] = (experts.router.num_hashed_tokens, experts.per_token)
     inner, outer = experts.width, experts.latent_width or hidden_size
     if experts.latent_width is not None:
         shapes |= _projection(TensorRole.EXPERTS_IN, outer, hidden_size, bias=False)
@@ -460,14 +473,28 @@ def packed_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 def stored_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
     """Return the tensors in files that hold the tensors `shapes`, by name."""
-    packed = packed_tensors(config, shapes)
+    packed, tables = packed_tensors(config, shapes), _hash_tables(config)
     stored: dict[str, StoredTensor] = {}
     for name, shape in shapes.items():
         if name in packed:
             stored |= {part.name: part for part in packed[name].parts.values()}
         else:
-            stored[name] = StoredTensor(name=name, dtypes=tuple(DType), shapes=(shape,))
+            dtypes: tuple[StoredDType, ...] = _TABLE_DTYPES if name in tables else tuple(DType)
+            stored[name] = StoredTensor(name=name, dtypes=dtypes, shapes=(shape,))
     return stored
+
+
+_TABLE_DTYPES = (PackedDType.I32, PackedDType.I64)
+
+
+def _hash_tables(config: Blueprint) -> set[str]:
+    """Names of the tensors that hold numbers of experts."""
+    pack = config.names.pack_of(TensorRole.HASH_TABLE)
+    return {
+        config.names.in_layer(layer, pack.tensor(HASH_KIND, None))
+        for layer, plan in enumerate(config.layers)
+        if plan.is_hashed
+    }
 
 
 def num_elements(shapes: Iterable[tuple[int, ...]]) -> int:
@@ -564,57 +591,3 @@ def draft_prefixes(config: Blueprint) -> tuple[str, ...]:
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more tensors"
-
-
-def check_can_hold(config: Blueprint) -> None:
-    """Raise UnsupportedModel for families without a row, experts, latent attention, recurrent layers, and
-    matrices that lack whole groups of the weight format.
-    """
-    if config.weight_format is not None and not config.has_row:
-        raise UnsupportedModel(
-            f"{config.model_type!r} has no native layers, which --quantize needs: leave it out"
-        )
-    if config.weight_format is not None and any(
-        isinstance(kind.feed_forward, Experts) for kind in config.kinds
-    ):
-        raise UnsupportedModel(
-            f"{config.model_type!r} is a mixture of experts, which --quantize does not support: leave it out"
-        )
-    if config.weight_format is not None and any(isinstance(kind.mixer, Latent) for kind in config.kinds):
-        raise UnsupportedModel(
-            f"{config.model_type!r} has latent attention, which --quantize does not support: leave it out"
-        )
-    if config.weight_format is not None and config.is_recurrent:
-        raise UnsupportedModel(
-            f"{config.model_type!r} has recurrent layers, which --quantize does not support: leave it out"
-        )
-    if config.weight_format is not WeightFormat.INT4:
-        return
-    for layer in map(config.layers.index, config.kinds):
-        for tensor in layer_tensors(config, layer):
-            if tensor.is_matrix and (tensor.shape[0] % INT4_ROWS or tensor.shape[1] % INT4_GROUP):
-                raise UnsupportedModel(
-                    f"int4 weights have multiples of {INT4_ROWS} rows and {INT4_GROUP} columns, but"
-                    f" {tensor.name} has {tensor.shape[0]} and {tensor.shape[1]}: use int8, or no --quantize"
-                )
-
-
-def kv_bytes_per_token(mixer: Mixer, dtype: DType | ScaledDType) -> int:
-    """Size of the rows that one layer keeps of a token, in `dtype`, see `PageShape`."""
-    if isinstance(mixer, Pageless):
-        return 0
-    shape = mixer.page_shape
-    return shape.parts * shape.heads * dtype.row_bytes(shape.width)
-
-
-def state_bytes(mixer: Recurrent, dtype: DType) -> int:
-    """Size of what one recurrent layer keeps of a sequence, see `StatePart`."""
-    sizes = ((part, DType.F32 if part.is_wide else dtype) for part in mixer.state_parts)
-    return sum(prod(part.shape) * part_dtype.size_bytes for part, part_dtype in sizes)
-
-
-def cached_bytes_per_token(mixer: Mixer, dtype: DType, kv_dtype: ScaledDType | None) -> int:
-    """Size of all that one layer keeps of a token: rows in `kv_dtype` (None: the run dtype `dtype`), and a
-    key of its indexer, which is always in the run dtype.
-    """
-    return kv_bytes_per_token(mixer, kv_dtype or dtype) + dtype.row_bytes(mixer.index_width)

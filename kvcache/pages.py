@@ -8,7 +8,7 @@ page in one piece. bench/STUDIES.md compares it with other orders.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.errors import KvCacheError
+from kvcache.layer_rows import NO_ROWS, LayerRows, RowKind
 from kvcache.state_store import StateStore, zeros
 
 _KEPT_BYTES = 16 * 1024 * 1024
@@ -114,10 +115,11 @@ class KvPages:
         num_parts: int = 2,
         num_spare: int = 0,
         index: IndexKeys | None = None,
+        rows: Mapping[RowKind, LayerRows] = NO_ROWS,
     ) -> None:
         """Allocate zeroed pages at once; a CPU commits memory when a page is first written.
 
-        `index` are the keys of the layers with an indexer, in as many blocks.
+        `index` are the keys of the layers with an indexer, in as many blocks, and so are `rows` beside pages.
         """
         sizes = (num_blocks, block_size, num_kv_heads, head_dim, num_parts)
         if min(sizes) < 1 or num_layers < 0:
@@ -127,7 +129,7 @@ class KvPages:
             )
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.num_parts = num_kv_heads, head_dim, num_parts
-        self.index = index
+        self.index, self.rows = index, rows
         shape = (num_layers, num_blocks + num_spare, num_parts, num_kv_heads, block_size, head_dim)
         self._store = zeros(shape, dtype, torch.device(device))
         # Created once, because indexing a tensor costs microseconds.
@@ -171,9 +173,10 @@ class KvPages:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all pages, and of keys of indexers."""
-        of_index = 0 if self.index is None else self.index.size_bytes
-        return self._store.numel() * self._store.element_size() + of_index
+        """Memory of all pages, of keys of indexers, and of rows beside them."""
+        beside = 0 if self.index is None else self.index.size_bytes
+        beside += sum(rows.size_bytes for rows in self.rows.values())
+        return self._store.numel() * self._store.element_size() + beside
 
     def validate_write(
         self, slots: NDArray[np.int64], *, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -234,6 +237,8 @@ class KvPages:
         self._store.index_fill_(1, pages, 0)
         if self.index is not None:
             self.index.clear(pages)
+        for rows in self.rows.values():
+            rows.clear(pages)
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, ...]:
         """Gather one layer's keys and values of whole pages, for `pages` int64 [batch, num_pages].

@@ -12,9 +12,12 @@ non-finite element has a non-finite scale, and is read without any finite elemen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from kvcache.layer_rows import NO_ROWS, LayerRows, RowKind
 from kvcache.pages import IndexKeys, KvPages
 from kvcache.state_store import zeros
 
@@ -66,6 +69,7 @@ class ScaledPages(KvPages):
         num_parts: int = 2,
         num_spare: int = 0,
         index: IndexKeys | None = None,
+        rows: Mapping[RowKind, LayerRows] = NO_ROWS,
     ) -> None:
         super().__init__(
             num_layers=num_layers,
@@ -78,6 +82,7 @@ class ScaledPages(KvPages):
             num_parts=num_parts,
             num_spare=num_spare,
             index=index,
+            rows=rows,
         )
         self._dtype, self._element = dtype, element
         shape = (num_layers, num_blocks + num_spare, num_parts, num_kv_heads, block_size)

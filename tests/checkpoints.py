@@ -77,7 +77,7 @@ def load_reference(directory: Path) -> PreTrainedModel:
     """The checkpoint as a transformers model in its own dtype, for comparison."""
     config = json.loads((directory / "config.json").read_text())
     # Of transformers' implementations, only the eager one limits scores and has sinks.
-    is_eager = config.get("attn_logit_softcapping") or config["model_type"] == "gpt_oss"
+    is_eager = config.get("attn_logit_softcapping") or config["model_type"] in ("gpt_oss", "deepseek_v4")
     attention = "eager" if is_eager else "sdpa"
     family = Mistral4ForCausalLM if config["model_type"] == "mistral4" else AutoModelForCausalLM
     model: PreTrainedModel = family.from_pretrained(directory, attn_implementation=attention)
@@ -129,3 +129,8 @@ def _perturb(model: PreTrainedModel) -> None:
             buffer.copy_(torch.empty_like(buffer).uniform_(-3.0, 0.0))
         elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             buffer.copy_(torch.empty_like(buffer).uniform_(0.6, 1.4))
+        elif name.endswith(("_hc.base", "_hc.scale", "hc_base", "hc_scale", "position_bias")):
+            buffer.copy_(torch.empty_like(buffer).normal_(std=1.0))
+        elif name.endswith("tid2eid"):
+            count: int = model.config.n_routed_experts
+            buffer.copy_(torch.stack([torch.randperm(count)[: buffer.shape[1]] for _ in buffer]))

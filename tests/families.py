@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from checkpoint import Blueprint, Experts, NoMixer, RopeConfig, RopeKind
+from checkpoint import Blueprint, Experts, LayerPlan, NoMixer, RopeConfig, RopeKind
 from checkpoint.architectures import ARCHITECTURES
 from checkpoint.blueprint import Activation, Attention, GroupScore, NormKind, RouterScore
 from checkpoint.multipliers import RowScale
@@ -243,6 +243,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "seed": 1,
     }
     | _THETA,
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "partial_rotary_factor": 1 / 3,
+        "q_lora_rank": 40,
+        "sliding_window": 9,
+        "o_groups": 2,
+        "o_lora_rank": 12,
+        "layer_types": [
+            "sliding_attention",
+            *("heavily_compressed_attention", "compressed_sparse_attention") * 2,
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "rope_theta": 1e2,
+        "compress_rope_theta": 1e3,
+        "index_topk": 5,
+        "index_n_heads": 16,
+        "index_head_dim": 16,
+        "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe", "moe"],
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 48,
+        "swiglu_limit": 1.5,
+        "hc_mult": 3,
+        "hc_eps": 0.05,
+        "hc_sinkhorn_iters": 1,
+        "seed": 15,
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+        | {"beta_fast": 0.5, "beta_slow": 0.03125},
+    },
     "glm4_moe_lite": _LATENT
     | {
         "n_routed_experts": 16,
@@ -397,7 +427,14 @@ BLOCK_KINDS = (
         "ernie4_5_moe",
     ),
     *("hunyuan_v1_dense", "phi3", "cohere", "granite", "gemma3_text", "deepseek_v2", "qwen3_next"),
-    *("glm_moe_dsa", "kimi_linear", "granitemoehybrid", "nemotron_h+latent", "qwen3_5_moe_text"),
+    *(
+        "glm_moe_dsa",
+        "deepseek_v4",
+        "kimi_linear",
+        "granitemoehybrid",
+        "nemotron_h+latent",
+        "qwen3_5_moe_text",
+    ),
     *("falcon_h1", "falcon_h1+plain"),
 )
 """Families that have every kind of block between them, see `block_kinds`: those of `make test-full`."""
@@ -484,13 +521,16 @@ _SHAPES = {
     *("query_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim", "is_split"),
     *("rank", "num_key_heads", "key_dim", "kernel_size", "has_output_gate"),
     *("num_head_groups", "state_size", "has_conv_bias", "has_out_bias", "latent_width"),
+    *("group_rank", "ratio", "has_overlap", "num_hashed_tokens"),
 }
 """Fields that change names or shapes of tensors: another value is refused when a checkpoint is opened."""
 _NOT_COMPUTED = {
     *("model_type", "max_position_embeddings", "dtype", "legal_cuts", "names", "num_draft_layers", "is_wide"),
-    "holds_stored",
+    *("holds_stored", "num_streams"),
 }
-"""Limits and labels, names, and what changes memory or rounding only (`holds_stored`, `is_wide`)."""
+"""Limits and labels, names, what changes memory or rounding only (`holds_stored`, `is_wide`), and what layers
+and end must share (`num_streams`).
+"""
 _ALIKE = (
     (TensorRole.MIXER_NORM, TensorRole.FFN_NORM),
     (TensorRole.MIXER_OUT_NORM, TensorRole.FFN_OUT_NORM),
@@ -506,6 +546,9 @@ _ALIKE = (
     (TensorRole.SHARED_GATE, TensorRole.SHARED_UP),
     (TensorRole.SHARED_OUT_NORM, TensorRole.EXPERTS_OUT_NORM),
     (TensorRole.FFN_NORM, TensorRole.EXPERTS_NORM),
+    (TensorRole.MIXER_STREAMS, TensorRole.FFN_STREAMS),
+    (TensorRole.ENTRY_VALUE, TensorRole.ENTRY_GATE),
+    (TensorRole.INDEX_VALUE, TensorRole.INDEX_GATE),
 )
 """Roles whose tensors may have one shape."""
 _ROPE_KINDS = {
@@ -564,6 +607,8 @@ def _reshaped(value: Any) -> Iterator[tuple[str, Any]]:
         yield from _layers(value, _reshaped)
     elif is_dataclass(value) and not isinstance(value, RopeConfig | NameTable):
         for field in fields(value):
+            if field.name in _fixed_fields(value):
+                continue
             below = getattr(value, field.name)
             changes = _reshaped(below)
             if field.name in _SHAPES:
@@ -586,7 +631,7 @@ def _variants(value: Any) -> Iterator[tuple[str, Any]]:
         yield from _ropes(value)
     elif is_dataclass(value):
         for field in fields(value):
-            if field.name in _SHAPES or field.name in _NOT_COMPUTED:
+            if field.name in (_SHAPES | _NOT_COMPUTED | _fixed_fields(value)):
                 continue
             below = getattr(value, field.name)
             changes = _GROUPS.get(field.name, _variants)(below)
@@ -596,6 +641,16 @@ def _variants(value: Any) -> Iterator[tuple[str, Any]]:
         yield from _layers(value, _variants)
     elif value is not None:
         yield "", _other(value)
+
+
+def _fixed_fields(value: Any) -> set[str]:
+    """Fields that have no other value beside those of others: streams replace residuals, and a table of
+    hashed tokens has the number of experts of each.
+    """
+    if isinstance(value, LayerPlan) and value.connection is not None:
+        return {"placement", "residual_scale", "has_scale"}
+    is_hashed = isinstance(value, Experts) and value.router.num_hashed_tokens is not None
+    return {"per_token"} if is_hashed else set()
 
 
 _GROUPS: dict[str, Callable[[Any], Iterable[tuple[str, Any]]]] = {
@@ -667,7 +722,7 @@ def _other(value: Any) -> Any:
         case int():
             return value + 1
         case float():
-            return 4 * value if value < 0.1 else 1.25 * value
+            return (4 * value if value < 0.1 else 1.25 * value) or 0.25
         case Enum():
             raise AssertionError(f"no other {value}")
     raise AssertionError(f"no other {value!r}")

@@ -125,7 +125,7 @@ class LocalPipeline:
         self._kv_dtype = kv_dtype
         self._num_states = num_states if checkpoint.config.is_recurrent else 0
         self._grid_tokens = grid_tokens
-        windows = group_windows(self._checkpoint.config.layer_windows)
+        windows = group_windows(self._checkpoint.config.cache_windows)
         self._windows = [KvWindow.of(w if releases_window else None, max_step_tokens) for w in windows]
         self._other_num_blocks = tuple(other_num_blocks or (num_blocks,) * (len(windows) - 1))
         ends = list(itertools.accumulate(layers))

@@ -249,6 +249,17 @@ def mxfp4(*, is_gpt_oss: bool) -> Writer:
     return write
 
 
+def mxfp4_of_deepseek(rng: Rng, name: str, rows: int, columns: int) -> Written:
+    """Signed bytes, and exponents as their own dtype."""
+    codes, octets = _fp4_codes(rng, rows, columns)
+    scales = rng.integers(121, 125, (rows, columns // 32), dtype=np.uint8)
+    weights = E2M1[codes] * np.repeat(np.float32(2.0) ** (scales.astype(np.float32) - 127), 32, axis=1)
+    return {
+        name: stored("I8", octets.view(np.int8)),
+        f"{_module(name)}.scale": stored("F8_E8M0", scales),
+    }, weights
+
+
 def gptq(
     bits: int, group: int, *, is_v2: bool = False, has_order: bool = True, shares_order: bool = True
 ) -> Writer:

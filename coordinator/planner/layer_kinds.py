@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from checkpoint import (
     Blueprint,
+    Compressed,
     Experts,
     GatedDelta,
     KimiDelta,
@@ -44,7 +45,10 @@ def _kinds(memory: StageMemory, plan: Plan) -> tuple[LayerKind, ...]:
     for index, layer in enumerate(memory.config.layers):
         kv_bytes = memory.block_bytes[index] // memory.block_size
         group = windows.index(layer.mixer.window)
-        key = (_name(layer), memory.layer_bytes[index], costs[index], kv_bytes, group)
+        name = _name(layer)
+        if entries := memory.entry_bytes[index]:
+            name += f", entries {entries / memory.block_size:g} B per token"
+        key = (name, memory.layer_bytes[index], costs[index], kv_bytes, group)
         found.setdefault(key, []).append(index)
     num_blocks = (plan.num_blocks, *plan.other_num_blocks)
     return tuple(
@@ -91,9 +95,19 @@ _RECURRENT_NAMES: dict[type[Recurrent], str] = {
 def _mixer_name(mixer: Mixer) -> str:
     if isinstance(mixer, Recurrent):
         return _RECURRENT_NAMES[type(mixer)]
+    if isinstance(mixer, Compressed):
+        return _compressed_name(mixer)
     name = "latent attention" if isinstance(mixer, Latent) else "attention"
     if mixer.window is not None:
         name += f" window {mixer.window}"
     if isinstance(mixer, Latent) and mixer.top_k is not None:
         name += f" to {mixer.top_k} {'earlier' if mixer.needs_choice else 'indexed'} tokens"
     return name
+
+
+def _compressed_name(mixer: Compressed) -> str:
+    name = f"attention window {mixer.window}"
+    if (compressor := mixer.compressor) is None:
+        return name
+    name += f" and entries of {compressor.ratio} tokens"
+    return name if compressor.indexer is None else f"{name}, {compressor.indexer.num_chosen} indexed"

@@ -14,7 +14,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import NoReturn
 
-from checkpoint import Blueprint, DType, ScaledDType
+from checkpoint import Blueprint, Compressed, DType, ScaledDType
 from checkpoint.dtypes import OVERFLOWS_F16
 from checkpoint.held import has_held
 from checkpoint.implementation import Implementation
@@ -38,6 +38,17 @@ from wire.sizes import format_size
 from wire.tensors import WireDType
 
 
+def _check_entries_fit(config: Blueprint, block_size: int) -> None:
+    """Raise PlanImpossible for blocks that cannot hold whole entries, and no entry whole blocks."""
+    for layer in config.kinds:
+        compressor = layer.mixer.compressor if isinstance(layer.mixer, Compressed) else None
+        if compressor is not None and not compressor.fits(block_size):
+            raise PlanImpossible(
+                f"block size is {block_size} tokens, {config.model_type!r} has entries of {compressor.ratio}:"
+                " one must be a multiple of the other"
+            )
+
+
 def validate_counts(
     config: Blueprint,
     workers: Sequence[WorkerCapacity],
@@ -55,6 +66,7 @@ def validate_counts(
         )
     if block_size < 1:
         raise ValueError(f"block size is {block_size} tokens, must be at least 1")
+    _check_entries_fit(config, block_size)
     if not workers:
         raise PlanImpossible("no workers to plan for")
     repeated = [name for name, count in Counter(worker.name for worker in workers).items() if count > 1]
@@ -363,6 +375,7 @@ def _split_problem(
         ),
         block_bytes=memory.block_bytes,
         block_limits=memory.block_limits(most),
+        entry_bytes=memory.entry_bytes,
         legal_cuts=memory.config.legal_cuts,
         min_blocks=min(least, most),
         max_blocks=most,

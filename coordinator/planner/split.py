@@ -34,9 +34,10 @@ class SplitProblem:
     """Input of `best_split`, with 1 <= num_workers <= len(legal_cuts) + 1.
 
     `costs` are per worker, and the same object for equal ones. `weight_bytes` and `block_bytes` (of one KV
-    block) are per layer and not negative. A layer holds at most `block_limits` of the blocks. A stage may
-    begin with layer 0 or with one of `legal_cuts`. `room(worker, role, num_blocks)` is the worker's memory
-    beside layers in bytes. It may be negative, and must not grow with num_blocks.
+    block) are per layer and not negative. A layer holds at most `block_limits` of the blocks, and
+    `entry_bytes` beside each block without such a limit. A stage may begin with layer 0 or with one of
+    `legal_cuts`. `room(worker, role, num_blocks)` is the worker's memory beside layers in bytes. It may be
+    negative, and must not grow with num_blocks.
     """
 
     num_workers: int
@@ -44,6 +45,7 @@ class SplitProblem:
     weight_bytes: tuple[int, ...]
     block_bytes: tuple[int, ...]
     block_limits: tuple[int, ...]
+    entry_bytes: tuple[int, ...]
     legal_cuts: frozenset[int]
     min_blocks: int
     max_blocks: int
@@ -61,8 +63,11 @@ class SplitProblem:
 
     def layer_bytes(self, num_blocks: int) -> list[int]:
         """Bytes of each layer: weights, and KV of `num_blocks` blocks or fewer."""
-        sizes = zip(self.weight_bytes, self.block_bytes, self.block_limits, strict=True)
-        return [weights + min(num_blocks, limit) * block for weights, block, limit in sizes]
+        sizes = zip(self.weight_bytes, self.block_bytes, self.block_limits, self.entry_bytes, strict=True)
+        return [
+            weights + min(num_blocks, limit) * block + num_blocks * entries
+            for weights, block, limit, entries in sizes
+        ]
 
     def cost_room(self, worker: int, role: StageRole, slowest: int) -> int:
         """Maximum cost of a stage's layers, if its whole cost is at most `slowest`."""

@@ -18,6 +18,9 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
 * An indexer has queries and a key of each token, in the run dtype and queries in float32, too; and if C is
   above its top_k, its keys of all gathered tokens with a float32 copy, scores of some heads, their sum with
   copies while tokens are chosen, and T * top_k numbers of chosen tokens (4).
+* Compressed attention reads the keys of windows and the entries of all gathered tokens, both with float32
+  copies, and scores of all heads; see `_entry_step_bytes`. What it computes of a token is counted as that of
+  latent attention is, with its output in float32 twice, while parts of its keys are joined.
 * min(S * C, K) tokens of K and V gathered from the pages of one layer (2 * kv * s each): one more layer of
   KV. Padding of sequences that are gathered together, and copies of shared prefixes, are not counted.
 * T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and its
@@ -64,6 +67,7 @@ from checkpoint import (
     INDEX_ELEMENTS,
     Attention,
     Blueprint,
+    Compressed,
     DType,
     Experts,
     KimiDelta,
@@ -78,6 +82,7 @@ from checkpoint import (
     Recurrent,
     ScaledDType,
     cached_bytes_per_token,
+    entry_bytes_per_block,
     expert_weight_bytes,
     head_bytes,
     kv_bytes_per_token,
@@ -204,6 +209,12 @@ class StageMemory:
             for layer in self.config.layers
         )
 
+    @cached_property
+    def entry_bytes(self) -> tuple[int, ...]:
+        """Bytes of the entries of one block in each layer; they are in the first block group."""
+        layers = self.config.layers
+        return tuple(entry_bytes_per_block(layer.mixer, self.block_size, self.dtype) for layer in layers)
+
     def states_bytes(self, layer_begin: int, layer_end: int) -> int:
         """Recurrent states of a stage, in all its slots."""
         return self.num_states * sum(self.state_bytes[layer_begin:layer_end])
@@ -240,7 +251,7 @@ class StageMemory:
     @cached_property
     def windows(self) -> tuple[KvWindow | None, ...]:
         """Window of each block group, in the order of the groups."""
-        widths = group_windows(self.config.layer_windows)
+        widths = group_windows(self.config.cache_windows)
         return tuple(KvWindow.of(width, self.limits.max_step_tokens) for width in widths)
 
     @cached_property
@@ -272,10 +283,13 @@ class StageMemory:
         return (self.num_stages + 1) * self.limits.max_step_sequences
 
     def kv_bytes(self, layer_begin: int, layer_end: int, num_blocks: int) -> int:
-        """KV pages of a stage, with `num_blocks` blocks in the first block group, and recurrent states."""
+        """KV pages and entries of a stage, with `num_blocks` blocks in the first block group, and recurrent
+        states.
+        """
         counts = self.block_limits(num_blocks)[layer_begin:layer_end]
         pages: int = sum(map(mul, counts, self.block_bytes[layer_begin:layer_end]))
-        return pages + self.states_bytes(layer_begin, layer_end)
+        entries = num_blocks * sum(self.entry_bytes[layer_begin:layer_end])
+        return pages + entries + self.states_bytes(layer_begin, layer_end)
 
     def activation_bytes(self, role: StageRole, num_blocks: int, device: DeviceKind = DeviceKind.HOST) -> int:
         """Activation memory of the largest step with `num_blocks` blocks in the cache."""
@@ -297,6 +311,7 @@ class StageMemory:
         mixers = [kind.mixer for kind in self.config.kinds]
         size += max((self._expanded_bytes(mixer, longest) for mixer in mixers), default=0)
         size += max((self._index_bytes(mixer, longest, gathered) for mixer in mixers), default=0)
+        size += max((self._entry_step_bytes(mixer, longest, gathered) for mixer in mixers), default=0)
         size += self.limits.max_step_sequences * 3 * max(self.state_bytes)
         size += max(_chunk_bytes(kind, self.limits.max_step_tokens) for kind in self.config.kinds)
         size += self._logits_bytes() if role.has_head else 0
@@ -401,6 +416,8 @@ class StageMemory:
         """Keys and values of one token that attention reads, and while they are read from rows with scales:
         these rows, and keys or values before their product with the scales.
         """
+        if isinstance(layer.mixer, Compressed):
+            return 0  # see `_entry_step_bytes`
         size = kv_bytes_per_token(layer.mixer, self.dtype)
         if self.kv_dtype is None:
             return size
@@ -413,6 +430,26 @@ class StageMemory:
         of_a_head = num_keys * (mixer.query_dim + mixer.value_dim)
         num_elements = max(of_a_head, min(EXPANDED_ELEMENTS, mixer.num_heads * of_a_head))
         return num_elements * (3 * self.dtype.size_bytes + 4)
+
+    def _entry_step_bytes(self, mixer: Mixer, longest: int, gathered: int) -> int:
+        """Keys of windows and entries that attention reads, with float32 copies, and three of their scores.
+
+        Entries are those of `gathered` tokens, and are copied once more where none of them may be seen.
+        """
+        if not isinstance(mixer, Compressed):
+            return 0
+        size, limits = self.dtype.size_bytes, self.limits
+        in_windows = min(gathered, limits.max_step_sequences * (mixer.window + 2 * self.block_size))
+        keys = in_windows * mixer.head_dim * (size + 4)
+        pairs = max(
+            BLOCK_SCORES, FEWEST_QUERIES * min(longest, mixer.window + limits.max_step_tokens), in_windows
+        )
+        if (compressor := mixer.compressor) is not None:
+            count = -(-gathered // compressor.ratio)
+            of_index = mixer.entry_index_width * (size + 4)
+            keys += count * (mixer.head_dim * (2 * size + 4) + of_index)
+            pairs = max(pairs, count)
+        return keys + 3 * 4 * pairs * mixer.num_heads
 
     def _index_bytes(self, mixer: Mixer, longest: int, gathered: int) -> int:
         """An indexer's scores, the keys that they are computed from, and the choice for all queries.
@@ -496,9 +533,9 @@ def _chunk_bytes(layer: LayerPlan, num_tokens: int) -> int:
     return 4 * (3 * mixer.num_heads * chunk**2 + of_channels)
 
 
-def _rotated_width(mixer: Attention | Latent) -> int:
+def _rotated_width(mixer: Attention | Latent | Compressed) -> int:
     """Elements of a head, or of the part of it that has positions."""
-    return mixer.rope_dim if isinstance(mixer, Latent) else mixer.head_dim
+    return mixer.head_dim if isinstance(mixer, Attention) else mixer.rope_dim
 
 
 def _mixer_elements(mixer: Mixer) -> int:
@@ -513,5 +550,18 @@ def _mixer_elements(mixer: Mixer) -> int:
         # Queries of an indexer are in the run dtype and in float32.
         index = 0 if mixer.indexer is None else 3 * (mixer.indexer.q_size + mixer.indexer.head_dim)
         return down + 2 * mixer.q_size + absorbed + 2 * mixer.o_size + index
+    if isinstance(mixer, Compressed):
+        return _compressed_elements(mixer)
     gates = mixer.q_size if mixer.has_output_gate else 0
     return 2 * (mixer.q_size + 2 * mixer.kv_size) + mixer.q_size + 2 * gates
+
+
+def _compressed_elements(mixer: Compressed) -> int:
+    """Elements of one token: latents and keys before and after norms, what entries are pooled of, queries
+    before and after norms, their output in float32 twice (while parts are joined) and rounded, and by group.
+    """
+    heads = mixer.q_size
+    indexer = None if mixer.compressor is None else mixer.compressor.indexer
+    index = 0 if indexer is None else 3 * (indexer.q_size + indexer.head_dim)
+    rows = 2 * mixer.query_rank + 2 * mixer.head_dim + mixer.pending_width
+    return rows + 2 * heads + 4 * heads + heads + mixer.o_size + index

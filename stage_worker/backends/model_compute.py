@@ -38,7 +38,8 @@ from stage_worker.backends.transfers import HostTransfers, StepTransfer, StepTra
 from stage_worker.model.attention_views import HostArray, Place
 from stage_worker.model.decode_rows import Column, PageMatrix
 from stage_worker.model.pipeline_stage import PipelineStage
-from stage_worker.model.step_layout import StepArrays, StepLayout, state_rows
+from stage_worker.model.state_rows import state_rows
+from stage_worker.model.step_layout import StepArrays, StepLayout
 from stage_worker.sampling import SampledStep, Sampler
 from stage_worker.sampling.grammar_masks import GrammarMasks
 from stage_worker.validation import DecodeBatch, SliceLayout, StepSlices
@@ -259,9 +260,12 @@ class ModelCompute(StageCompute):
         self, frame: Frame, prepared: _Prepared, sampled: SampledStep | None, transfer: StepTransfer
     ) -> Finish:
         model, inputs = self._model, _inputs(frame)
-        place = transfer.upload(_arrays_of(inputs, prepared, sampled))
+        ids = _token_ids(frame.step) if model.is_hashed else None
+        place = transfer.upload(_arrays_of(inputs if ids is None else [*inputs, ids], prepared, sampled))
         entered = self._entered(frame, [place(array) for array in inputs])
         layout = prepared.layout or model.layout(prepared.arrays, place)
+        if ids is not None:
+            layout = layout.with_tokens(place(ids))
         carried = model.advance(entered, layout, self._pages)
         if self._sampler is None or sampled is None:
             hidden = to_frame(carried, self.boundary, self._wire_dtype, transfer.fetch, self._scaling)
@@ -423,12 +427,14 @@ def _total(hidden: HiddenStates, of_unscaled: memoryview | None) -> float:
 
 def _inputs(frame: Frame) -> list[HostArray]:
     """Token ids int64 [n], or the bytes of each tensor of the boundary."""
-    if frame.hidden:
-        return [payload(view) for view in frame.hidden]
-    step = frame.step
+    return [payload(view) for view in frame.hidden] if frame.hidden else [_token_ids(frame.step)]
+
+
+def _token_ids(step: Step) -> Column:
+    """Those of all rows, int64 [n]; every stage has them."""
     if step.chunks:
-        return [np.array(step.tokens, np.int64)]
-    return [np.frombuffer(step.decodes.tokens, "<u4").astype(np.int64)]
+        return np.array(step.tokens, np.int64)
+    return np.frombuffer(step.decodes.tokens, "<u4").astype(np.int64)
 
 
 def _arrays_of(

@@ -20,6 +20,7 @@ from torch.nn.functional import linear, silu
 from checkpoint import (
     Checkpoint,
     CheckpointError,
+    Compressed,
     DType,
     GatedDelta,
     KimiDelta,
@@ -62,6 +63,7 @@ from stage_worker.backends.tensor_views import ELEMENTS, as_array, from_wire, pr
 from stage_worker.loading.head_summary import HeadSummary, NonFiniteReference, relative_rounding
 from stage_worker.loading.reference_memory import reference_bytes, rows_per_block
 from stage_worker.loading.stage_loader import fingerprint_mismatch
+from stage_worker.loading.streamed_compressed import StreamedCompressed
 from stage_worker.loading.streamed_delta import KimiDeltaInputs, delta_inputs
 from stage_worker.loading.streamed_feed_forward import StreamedFeedForward, is_among
 from stage_worker.loading.streamed_mamba import EXACT_VECTORS, MambaVectors
@@ -102,6 +104,7 @@ class StreamedModel:
         self._kv_element = None if kv_dtype is None else ELEMENTS[kv_dtype]
         self._on_progress = on_progress
         self._fraction = 0.0
+        self.tokens = torch.empty(0, dtype=torch.int64)  # of all texts
         self.not_chosen: _Masks = []  # of each text, by the last layer with an indexer
         # Reused by all blocks: freed ones of megabytes stay with the allocator, which then holds several.
         self._stored_block = torch.empty(0, dtype=self._dtype)
@@ -110,6 +113,7 @@ class StreamedModel:
     def hidden_states(self, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """Yield the hidden states [2, n, width] after each layer. Raises like `load_tensors`."""
         config, lengths = self._config, [len(text) for text in texts]
+        self.tokens = torch.tensor([token for text in texts for token in text])
         name = config.names.embeddings
         embedded = torch.cat([self._rows(name, token, token + 1) for text in texts for token in text])
         scale = torch.tensor(config.embedding_scale, dtype=self._dtype).float()
@@ -175,6 +179,10 @@ class StreamedModel:
         shape = self._checkpoint.shape_of(rows.name)
         stored = torch.empty(shape) if len(shape) == 1 else torch.empty(shape).view(-1, shape[-1])
         return self._load(rows.name, 0, stored).flatten()
+
+    def table(self, rows: RoleRows, dtype: torch.dtype) -> Tensor:
+        """A whole tensor of several rows that stages keep as it is, or in float32."""
+        return self._load(rows.name, 0, torch.empty(self._checkpoint.shape_of(rows.name), dtype=dtype))
 
     def exact_products(self, x: Tensor, matrix: RoleRows) -> Tensor:
         """Products with a matrix that stages keep in float32, or multiply by in float32."""
@@ -317,6 +325,8 @@ class StreamedLayer:
     def _by(self, mixer: Mixer, x: Tensor, lengths: Sequence[int]) -> Tensor:
         if isinstance(mixer, Latent):
             return self._latent_attention(x, lengths, mixer)
+        if isinstance(mixer, Compressed):
+            return StreamedCompressed(self, mixer)(x, lengths)
         if isinstance(mixer, GatedDelta):
             return self._delta(x, lengths, mixer)
         if isinstance(mixer, KimiDelta):

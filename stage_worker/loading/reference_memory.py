@@ -5,7 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from checkpoint import Checkpoint, Dense, DType, Latent, LayerPlan, Mixer, NoFeedForward, NoMixer, Recurrent
+from checkpoint import (
+    Checkpoint,
+    Compressed,
+    Dense,
+    DType,
+    Latent,
+    LayerPlan,
+    Mixer,
+    NoFeedForward,
+    NoMixer,
+    Recurrent,
+)
 from stage_worker.model.weight_reads import WINDOW_BYTES
 from stage_worker.model.weights import UNPACKING_WINDOWS
 
@@ -64,6 +75,8 @@ def _expanded_size(mixer: Mixer) -> int:
         return 2 * (mixer.conv_size + mixer.o_size) + of_state
     if isinstance(mixer, NoMixer):
         return 0
+    if isinstance(mixer, Compressed):
+        return 2 * mixer.head_dim + mixer.pending_width + mixer.o_size
     if isinstance(mixer, Latent):
         return mixer.num_heads * (mixer.query_dim + mixer.value_dim) + mixer.page_shape.width
     return 2 * mixer.kv_size

@@ -416,7 +416,7 @@ def _check_model(assignment: Assignment, checkpoint: Checkpoint) -> None:
             expected=assignment.role.value,
             got="a range that begins or ends elsewhere",
         )
-    num_groups = len(group_windows(checkpoint.config.layer_windows))
+    num_groups = len(group_windows(checkpoint.config.cache_windows))
     if len(assignment.group_blocks) != num_groups:
         raise HandshakeMismatch(
             "number of block groups", expected=len(assignment.group_blocks), got=num_groups

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 
-from checkpoint import Blueprint, LayerPlan, Pageless, Recurrent, cached_bytes_per_token, state_bytes
+from checkpoint import (
+    Blueprint,
+    Compressed,
+    LayerPlan,
+    Pageless,
+    Recurrent,
+    cached_bytes_per_token,
+    entry_bytes_per_block,
+    state_bytes,
+)
 from checkpoint.recurrent import recurrent_of
 from kvcache import group_windows
+from kvcache.layer_rows import NO_ROWS, LayerRows, RowKind
 from kvcache.pages import IndexKeys, KvPages, PageGroups
 from kvcache.scaled_pages import ScaledPages
 from kvcache.state_store import StateStore
@@ -21,7 +31,7 @@ from stage_worker.model.layer_weights import TORCH_DTYPES
 
 def _layer_groups(assignment: Assignment, config: Blueprint) -> list[int]:
     """Number of the block group of each layer of the stage."""
-    windows = group_windows(config.layer_windows)
+    windows = group_windows(config.cache_windows)
     layers = config.layers[assignment.layer_begin : assignment.layer_end]
     return [windows.index(layer.mixer.window) for layer in layers]
 
@@ -50,11 +60,15 @@ def _recurrent_mixers(assignment: Assignment, config: Blueprint) -> list[Recurre
 
 
 def kv_bytes_of(assignment: Assignment, config: Blueprint) -> int:
-    """Memory of pages and of recurrent states."""
+    """Memory of pages, of entries and of recurrent states."""
     layers = config.layers[assignment.layer_begin : assignment.layer_end]
     counts = [assignment.group_blocks[group] for group in _layer_groups(assignment, config)]
     states = sum(state_bytes(mixer, assignment.dtype) for mixer in _recurrent_mixers(assignment, config))
-    return assignment.num_states * states + assignment.block_size * sum(
+    entries = sum(
+        entry_bytes_per_block(layer.mixer, assignment.block_size, assignment.dtype) for layer in layers
+    )
+    beside = assignment.num_states * states + assignment.group_blocks[0] * entries
+    return beside + assignment.block_size * sum(
         count * cached_bytes_per_token(layer.mixer, assignment.dtype, assignment.kv_dtype)
         for count, layer in zip(counts, layers, strict=True)
     )
@@ -66,7 +80,7 @@ def new_pages(
     """Pages of a stage's layers, one set for each block group that they are in, each of its own shape, and
     states of its recurrent layers.
     """
-    windows = group_windows(config.layer_windows)
+    windows = group_windows(config.cache_windows)
     layer_groups = _layer_groups(assignment, config)
     numbers = sorted(set(layer_groups))
     layers = config.layers[assignment.layer_begin : assignment.layer_end]
@@ -76,10 +90,8 @@ def new_pages(
         for number, layer in zip(layer_groups, layers, strict=True)
         for place in memory_places(layer, number)
     ]
-    new: Callable[..., KvPages] = KvPages
-    if assignment.kv_dtype is not None:
-        new = partial(ScaledPages, element=ELEMENTS[assignment.kv_dtype])
-    groups = []
+    new = _kind_of_pages(assignment)
+    groups = _entry_pages(assignment, config, device, num_spare=num_spare)
     for number in numbers:
         shape = config.page_shape(windows[number])
         pages = new(
@@ -93,12 +105,13 @@ def new_pages(
             dtype=TORCH_DTYPES[assignment.dtype],
             device=device,
             index=_new_index(assignment, config, number, device, num_spare=num_spare),
+            rows=_pending_rows(assignment, config, number, device, num_spare=num_spare),
         )
         groups.append(pages)
-    states = _states_of(assignment, config, device)
+    states, first = _states_of(assignment, config, device), len(groups) - len(numbers)
     if len(groups) == 1 and states is None:
         return groups[0]
-    indexes = [None if number is None else numbers.index(number) for number in paged]
+    indexes = [None if number is None else first + numbers.index(number) for number in paged]
     return PageGroups(groups, indexes, states)
 
 
@@ -106,6 +119,12 @@ def memory_places(layer: LayerPlan, group: int) -> list[int | None]:
     """`group` if a layer has pages, and then None if it has a state, see `PageGroups`."""
     pages = [] if isinstance(layer.mixer, Pageless) else [group]
     return [*pages, *([] if recurrent_of(layer) is None else [None])]
+
+
+def _kind_of_pages(assignment: Assignment) -> Callable[..., KvPages]:
+    if assignment.kv_dtype is None:
+        return KvPages
+    return partial(ScaledPages, element=ELEMENTS[assignment.kv_dtype])
 
 
 def _new_index(
@@ -122,6 +141,73 @@ def _new_index(
         widths=widths,
         num_blocks=assignment.group_blocks[group],
         block_size=assignment.block_size,
+        dtype=TORCH_DTYPES[assignment.dtype],
+        device=device,
+        num_spare=num_spare,
+    )
+
+
+def _pending_rows(
+    assignment: Assignment, config: Blueprint, group: int, device: torch.device, *, num_spare: int
+) -> Mapping[RowKind, LayerRows]:
+    """What entries are pooled of, of the stage's layers in block group `group`."""
+    layers = config.layers[assignment.layer_begin : assignment.layer_end]
+    in_group = zip(layers, _layer_groups(assignment, config), strict=True)
+    mixers = [layer.mixer for layer, own in in_group if own == group]
+    shapes = {
+        number: (assignment.block_size, mixer.pending_width)
+        for number, mixer in enumerate(mixers)
+        if isinstance(mixer, Compressed) and mixer.pending_width
+    }
+    if not shapes:
+        return NO_ROWS
+    return {RowKind.PENDING: _rows(shapes, assignment, group, device, num_spare)}
+
+
+def _entry_pages(
+    assignment: Assignment, config: Blueprint, device: torch.device, *, num_spare: int
+) -> list[KvPages]:
+    """The first block group, which has entries and no keys of tokens; none on a stage without entries."""
+    layers = config.layers[assignment.layer_begin : assignment.layer_end]
+    size = assignment.block_size
+    entries, keys = {}, {}
+    for number, mixer in enumerate(layer.mixer for layer in layers):
+        if isinstance(mixer, Compressed) and mixer.compressor is not None:
+            if not mixer.compressor.fits(size):
+                raise StageLoadError(f"blocks of {size} tokens and entries of {mixer.compressor.ratio}")
+            rows_per_block = mixer.compressor.rows_per_block(size)
+            entries[number] = (rows_per_block, mixer.head_dim)
+            if mixer.entry_index_width:
+                keys[number] = (rows_per_block, mixer.entry_index_width)
+    found = {RowKind.ENTRY: entries, RowKind.ENTRY_KEY: keys}
+    rows = {kind: _rows(some, assignment, 0, device, num_spare) for kind, some in found.items() if some}
+    if not rows:
+        return []
+    pages = KvPages(
+        num_layers=0,
+        num_blocks=assignment.group_blocks[0],
+        block_size=size,
+        num_kv_heads=1,
+        head_dim=1,
+        dtype=TORCH_DTYPES[assignment.dtype],
+        device=device,
+        num_parts=1,
+        num_spare=num_spare,
+        rows=rows,
+    )
+    return [pages]
+
+
+def _rows(
+    shapes: Mapping[int, tuple[int, int]],
+    assignment: Assignment,
+    group: int,
+    device: torch.device,
+    num_spare: int,
+) -> LayerRows:
+    return LayerRows(
+        shapes,
+        num_blocks=assignment.group_blocks[group],
         dtype=TORCH_DTYPES[assignment.dtype],
         device=device,
         num_spare=num_spare,

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, relu, silu
+from torch.nn.functional import gelu, relu, silu, softplus
 
 from checkpoint import Dense, Experts, Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu, GroupScore, NormKind, RouterScore
 from checkpoint.names import TensorRole
-from checkpoint.tensors import CHOICE_BIAS_KIND, EXPERT_SCALE_KIND, ROUTER_NORM_KIND
+from checkpoint.tensors import CHOICE_BIAS_KIND, EXPERT_SCALE_KIND, HASH_KIND, ROUTER_NORM_KIND
 
 if TYPE_CHECKING:
     from stage_worker.loading.reference import StreamedLayer
@@ -76,7 +76,7 @@ class StreamedFeedForward:
         rounded = self._model.rounded
         gate, up = gate.clamp(max=plan.limit), up.clamp(-plan.limit, plan.limit)
         sigmoid = rounded(rounded(plan.alpha * gate).sigmoid())
-        return rounded(up + 1) * rounded(gate * sigmoid)
+        return rounded(up + plan.offset) * rounded(gate * sigmoid)
 
     def _branch(self, residual: Tensor, plan: Experts, norm: Norm) -> Tensor:
         """The experts beside an MLP."""
@@ -101,6 +101,13 @@ class StreamedFeedForward:
         mixed = self._model.rounded(mixed)
         return mixed if plan.latent_width is None else self._layer.projected(mixed, TensorRole.EXPERTS_OUT)
 
+    def _is_hashed(self, plan: Experts) -> Tensor:
+        """Whether the table has each expert for each token, [n, experts]."""
+        rows = self._places[TensorRole.HASH_TABLE, HASH_KIND, None]
+        chosen = self._model.table(rows, torch.int64)[self._model.tokens]
+        found = torch.zeros(len(chosen), plan.count, dtype=torch.bool)
+        return found.scatter_(1, chosen, True)
+
     def _shares(self, x: Tensor, plan: Experts) -> Tensor:
         """Weight of each expert for each token [2, n, experts], 0 if it is not chosen."""
         router = plan.router
@@ -108,7 +115,7 @@ class StreamedFeedForward:
             logits = self._model.exact_products(x, self._places[TensorRole.ROUTER, "weight", None])
         else:
             logits = self._layer.projected(x, TensorRole.ROUTER)
-        scores = logits.sigmoid() if router.score is RouterScore.SIGMOID else logits.softmax(dim=-1)
+        scores = _SCORES[router.score](logits)
         ranks = scores
         if router.has_choice_bias:
             ranks = scores + self._model.exact(self._places[TensorRole.CHOICE_BIAS, CHOICE_BIAS_KIND, None])
@@ -118,7 +125,10 @@ class StreamedFeedForward:
             best = groups.sort(dim=-1).values[..., -num_best:].sum(dim=-1)
             is_kept = is_among(best, router.num_kept_groups)
             ranks = groups.masked_fill(~is_kept[..., None], -math.inf).flatten(-2)
-        chosen = scores.masked_fill(~is_among(ranks, plan.per_token), 0.0)
+        is_chosen = is_among(ranks, plan.per_token)
+        if router.num_hashed_tokens is not None:
+            is_chosen = self._is_hashed(plan)
+        chosen = scores.masked_fill(~is_chosen, 0.0)
         if router.is_normalised:
             chosen = chosen / chosen.sum(dim=-1, keepdim=True)
         if router.has_expert_scale:
@@ -126,6 +136,13 @@ class StreamedFeedForward:
                 self._places[TensorRole.EXPERT_SCALE, EXPERT_SCALE_KIND, None]
             )
         return chosen * router.scaling
+
+
+_SCORES: dict[RouterScore, Callable[[Tensor], Tensor]] = {
+    RouterScore.SOFTMAX: lambda logits: logits.softmax(dim=-1),
+    RouterScore.SIGMOID: torch.sigmoid,
+    RouterScore.SQRT_SOFTPLUS: lambda logits: softplus(logits) ** 0.5,
+}
 
 
 def is_among(ranks: Tensor, count: int) -> Tensor:

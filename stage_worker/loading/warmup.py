@@ -108,7 +108,7 @@ class LargestStep:
         of the chunk, then those of the decodes.
         """
         size, longest, groups = assignment.block_size, assignment.max_sequence_tokens, assignment.group_blocks
-        visible = [_most_visible(window, size) for window in group_windows(config.layer_windows)]
+        visible = [_most_visible(window, size) for window in group_windows(config.cache_windows)]
         own = -(-2 // size)  # blocks of a decode: the last token of its prompt, and a second one
         num_decodes = min(assignment.max_step_sequences, assignment.max_step_tokens, min(groups) // own) - 1
         num_decodes = max(0, num_decodes) if longest > 1 else 0
@@ -230,7 +230,7 @@ class _WarmupSteps:
     def _groups(self, tokens: tuple[int, ...], history: int) -> list[ActiveSequence]:
         """The blocks of a sequence, without those that no query behind `history` tokens sees."""
         assignment, found = self._assignment, []
-        for number, width in enumerate(group_windows(self._config.layer_windows)):
+        for number, width in enumerate(group_windows(self._config.cache_windows)):
             sequence = ActiveSequence(
                 tokens,
                 block_size=assignment.block_size,

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from checkpoint.compressed import Compressor
 from checkpoint.step_sizes import BLOCK_SCORES, FEWEST_QUERIES
 from stage_worker.model.decode_rows import Column, DecodeRows
 from stage_worker.model.kernels import AttentionMethod, Kernels
@@ -44,7 +45,8 @@ _QUERIES_PER_BLOCK = 128
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewRules:
     """Rules for views: the run dtype, at most `max_keys` gathered keys beyond one sequence, and at most
-    `queries_per_item` queries in an item of attention work.
+    `queries_per_item` queries in an item of attention work. `compressors` are those of the stage's layers;
+    their entries are in the block group without a window, of which no layer has keys then.
     """
 
     block_size: int
@@ -53,6 +55,7 @@ class ViewRules:
     kernels: Kernels
     max_keys: int
     queries_per_item: int = 16
+    compressors: tuple[Compressor, ...] = ()
 
     @property
     def gathers_decodes(self) -> bool:
@@ -126,8 +129,16 @@ def decode_views(
 
 def _gathered_together(lengths: Sequence[int], rules: ViewRules) -> Iterator[list[int]]:
     """Groups of indexes into `lengths`, the slices' numbers of pages."""
-    for group in _similar(lengths, shortest=-(-_SHORT_TOKENS // rules.block_size)):
-        size = max(1, rules.max_keys // (max(lengths[index] for index in group) * rules.block_size))
+    return in_groups(lengths, rules.max_keys // rules.block_size, -(-_SHORT_TOKENS // rules.block_size))
+
+
+def in_groups(lengths: Sequence[int], most: int, shortest: int = _SHORT_TOKENS) -> Iterator[list[int]]:
+    """Groups of indexes of similar `lengths`, each of which has `most` together, or is alone.
+
+    Lengths below `shortest` count as that.
+    """
+    for group in _similar(lengths, shortest=shortest):
+        size = max(1, most // max(lengths[index] for index in group))
         for begin in range(0, len(group), size):
             yield group[begin : begin + size]
 

@@ -25,6 +25,7 @@ from torch.nn.functional import embedding
 from checkpoint import Blueprint, Checkpoint, DType, Pageless
 from checkpoint.recurrent import only_on_cpus
 from checkpoint.step_graphs import are_recordable
+from kvcache.layer_rows import RowKind
 from stage_worker.backends.contract import KernelChoice
 from stage_worker.model.host_weights import HostCopies
 from stage_worker.model.hyper_connections import spread
@@ -45,6 +46,7 @@ from stage_worker.model.parts import (
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.rope import Rope, Rotary
 from stage_worker.model.step_layout import (
+    LayerEntries,
     LayerKv,
     LayerMemory,
     LayerStates,
@@ -260,10 +262,11 @@ class DecoderStage(PipelineStage):
 
 def _memories(step: StepLayout, pages: PagedLayers) -> Iterator[LayerMemory]:
     """Memory of each layer's mixer, and then of the one beside it, if there are any."""
-    selection = Selection()
-    for group, index in pages.places:
+    selection, rows = Selection(), pages.groups[0].rows
+    for number, (group, index) in enumerate(pages.places):
         if group is not None:
-            yield LayerKv(step.groups[group], pages.groups[group], index, selection)
+            entries = LayerEntries(step.groups[0], rows, number) if RowKind.ENTRY in rows else None
+            yield LayerKv(step.groups[group], pages.groups[group], index, selection, entries)
         else:
             assert pages.states is not None, "a recurrent layer without states"
             yield LayerStates(step, pages.states.layer(index))

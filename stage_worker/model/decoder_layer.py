@@ -15,12 +15,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from checkpoint import Attention, Dense, Experts, GatedDelta, KimiDelta, LayerPlan, Mamba2, Mixer, NoMixer
+from checkpoint import (
+    Attention,
+    Compressed,
+    Dense,
+    Experts,
+    GatedDelta,
+    KimiDelta,
+    LayerPlan,
+    Mamba2,
+    Mixer,
+    NoMixer,
+)
 from checkpoint.blueprint import NormSpan, Placement, QkNorm
 from checkpoint.names import TensorRole
 from checkpoint.tensors import norm_roles
 from stage_worker.model.attention_views import PrefillView
 from stage_worker.model.branches import Branches
+from stage_worker.model.compressed_attention import CompressedAttention
 from stage_worker.model.experts import ExpertMixture
 from stage_worker.model.feed_forward import FeedForward, Mlp
 from stage_worker.model.gated_delta import GatedDeltaNet
@@ -30,6 +42,7 @@ from stage_worker.model.kimi_delta import KimiDeltaAttention
 from stage_worker.model.latent_attention import LatentAttention
 from stage_worker.model.layer_weights import (
     AttentionWeights,
+    CompressedWeights,
     DeltaWeights,
     DenseWeights,
     KimiDeltaWeights,
@@ -49,7 +62,7 @@ from stage_worker.model.operations import (
 )
 from stage_worker.model.projections import project
 from stage_worker.model.rope import Rotary, RotaryTable
-from stage_worker.model.step_layout import LayerKv, LayerMemory
+from stage_worker.model.step_layout import LayerKv, LayerMemory, StepLayout
 
 Mix = Callable[[Tensor, LayerMemory], Tensor]
 """A mixer: rows [m, width] for normed rows [m, hidden_size], with zeros after the step's tokens."""
@@ -244,6 +257,9 @@ def _mixer(mixer: Mixer, weights: LayerWeights, operations: Operations, kernels:
     if isinstance(mixer, Mamba2):
         assert isinstance(weights.mixer, MambaWeights), "weights of another kind"
         return StateSpaceModel(mixer, weights.mixer, kernels)
+    if isinstance(mixer, Compressed):
+        assert isinstance(weights.mixer, CompressedWeights), "weights of another kind"
+        return CompressedAttention(mixer, weights.mixer, weights.norms, kernels)
     assert isinstance(weights.mixer, LatentWeights), "weights of another kind"
     return LatentAttention(mixer, weights.mixer, weights.norms, kernels)
 
@@ -285,6 +301,7 @@ class DecoderLayer:
         self._operations = operations(kernels)
         self._residual_scale = plan.residual_scale
         self._is_shared = plan.placement is Placement.SHARED
+        self._is_hashed = plan.is_hashed
         norms = {
             role: self._operations.norm(plan.norm, given)
             for role, given in weights.norms.items()
@@ -340,13 +357,15 @@ class DecoderLayer:
             streams = written(streams, self._o(self._mix(self._mixer_norm(x), memory)), weights)
         if self._feed_forward is not None:
             x, weights = self._read[TensorRole.FFN_STREAMS](streams)
-            fed = self._feed_forward(self._ffn_norm(x), memory.step.num_tokens)
+            feed_forward = self._feed_forward_in(memory.step)
+            assert feed_forward is not None, "a layer without a feed-forward"
+            fed = feed_forward(self._ffn_norm(x), memory.step.num_tokens)
             streams = written(streams, fed, weights)
         return streams
 
     def _output(self, hidden: Tensor, memory: LayerMemory, *beside: LayerMemory) -> Tensor:
         """`forward` without the scale of the layer, as a new tensor."""
-        step, feed_forward = memory.step, self._feed_forward
+        step, feed_forward = memory.step, self._feed_forward_in(memory.step)
         if self._mix is None or self._o is None:
             assert feed_forward is not None, "a layer of nothing"
             fed = feed_forward(self._ffn_norm(hidden), step.num_tokens)
@@ -368,6 +387,13 @@ class DecoderLayer:
         if self._adds_fed:
             return feed_forward.added_to(hidden, normed, step.num_tokens)
         return self._added(hidden, feed_forward(normed, step.num_tokens), self._ffn_out_norm, None)[0]
+
+    def _feed_forward_in(self, step: StepLayout) -> FeedForward | None:
+        """The feed-forward for the tokens of a step, which may choose its experts."""
+        if not self._is_hashed:
+            return self._feed_forward
+        assert isinstance(self._feed_forward, ExpertMixture), "a hashed layer of another kind"
+        return self._feed_forward.of_tokens(step.token_ids)
 
     def _added(
         self, residual: Tensor, x: Tensor, out_norm: RowNorm | None, norm: RowNorm | None

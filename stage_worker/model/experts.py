@@ -6,11 +6,12 @@ tokens the step has. Equal scores are chosen in the order of the experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm, linear
+from torch.nn.functional import grouped_mm, linear, softplus
 
 from checkpoint import Experts
 from checkpoint.blueprint import GroupScore, Router, RouterScore
@@ -29,20 +30,38 @@ class ExpertChoice:
     weights: Tensor
 
 
-def choose(logits: Tensor, router: Router, per_token: int, choice_bias: Tensor | None) -> ExpertChoice:
-    """Choose by `logits` [n, experts]; `choice_bias` [experts] is float32."""
-    wide = logits.float()
-    scores = wide.sigmoid() if router.score is RouterScore.SIGMOID else wide.softmax(dim=-1)
+def choose(
+    logits: Tensor,
+    router: Router,
+    per_token: int,
+    choice_bias: Tensor | None,
+    given: Tensor | None = None,
+) -> ExpertChoice:
+    """Choose by `logits` [n, experts], or take those `given` int64 [n, per_token]; `choice_bias` [experts] is
+    float32.
+    """
+    scores = _SCORES[router.score](logits.float())
+    if given is not None:
+        return _weighted(scores, given, router)
     ranks = scores if choice_bias is None else scores + choice_bias
     if router.num_groups > 1:
         ranks = _of_kept_groups(ranks, router)
-    experts = _highest(ranks, per_token)
+    return _weighted(scores, _highest(ranks, per_token), router)
+
+
+def _weighted(scores: Tensor, experts: Tensor, router: Router) -> ExpertChoice:
+    """The choice of `experts` int64 [n, per_token], by `scores` [n, all experts]."""
     weights = scores.gather(1, experts)
     if router.is_normalised:
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(_LEAST_SUM)
     return ExpertChoice(experts, weights * router.scaling)
 
 
+_SCORES: Mapping[RouterScore, Callable[[Tensor], Tensor]] = {
+    RouterScore.SOFTMAX: lambda logits: logits.softmax(dim=-1),
+    RouterScore.SIGMOID: torch.sigmoid,
+    RouterScore.SQRT_SOFTPLUS: lambda logits: softplus(logits).sqrt(),
+}
 _LEAST_SUM = 1e-20
 """Smaller than any sum of scores that is not 0 in float32. Source: DeepSeek-V3's router."""
 
@@ -100,7 +119,14 @@ class ExpertMixture:
     def __init__(
         self, plan: Experts, weights: ExpertsWeights, operations: Operations, kernels: Kernels
     ) -> None:
-        """Packed weights of the shared expert replace its plain ones."""
+        """Packed weights of the shared expert replace its plain ones.
+
+        Raises ValueError for a table with experts that do not exist.
+        """
+        if (table := weights.hash_table) is not None:
+            low, high = (int(x) for x in table.aminmax())
+            if low < 0 or high >= plan.count:
+                raise ValueError(f"the table of hashed tokens has experts {low}..{high} of {plan.count}")
         self._plan, self._weights = plan, weights
         self._between = between(plan.activation, operations, is_gated=plan.is_gated)
         self._products = operations.expert_products(weights.up) or _products_on(weights.up)
@@ -112,9 +138,15 @@ class ExpertMixture:
         if plan.shared is not None and weights.shared is not None:
             self._shared = Mlp(plan.shared, weights.shared, operations, kernels)
 
-    def __call__(self, x: Tensor, num_tokens: int) -> Tensor:
+    def of_tokens(self, token_ids: Tensor | None) -> HashedMixture:
+        """The mixture for the tokens `token_ids` int64 [n] of a step, which choose the experts."""
+        assert token_ids is not None and self._weights.hash_table is not None, "experts of no tokens"
+        return HashedMixture(self, self._weights.hash_table[token_ids].to(torch.int64))
+
+    def __call__(self, x: Tensor, num_tokens: int, experts: Tensor | None = None) -> Tensor:
+        """With `experts` int64 [num_tokens, per_token], those are chosen."""
         given = x[:num_tokens]
-        mixed = self.mixed(given, given)
+        mixed = self.mixed(given, given, experts)
         if self._shared is not None:
             mixed.add_(self._weighted_shared(self._shared(given, num_tokens), given))
         return with_rows(mixed, len(x))
@@ -122,14 +154,14 @@ class ExpertMixture:
     def added_to(self, residual: Tensor, x: Tensor, num_tokens: int) -> Tensor:
         return self(x, num_tokens).add_(residual)
 
-    def mixed(self, x: Tensor, routed: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, routed: Tensor, experts: Tensor | None = None) -> Tensor:
         """Weighted sum of the chosen experts' results for `x` [n, hidden_size].
 
         `routed` [n, hidden_size] is the router's input.
         """
         plan, weights = self._plan, self._weights
         logits = linear(routed.to(weights.router.dtype), weights.router, weights.router_bias)
-        choice = choose(logits, plan.router, plan.per_token, weights.choice_bias)
+        choice = choose(logits, plan.router, plan.per_token, weights.choice_bias, experts)
         shares = choice.weights
         if weights.expert_scale is not None:
             shares = shares * weights.expert_scale[choice.experts]
@@ -151,6 +183,20 @@ class ExpertMixture:
         if self._weights.shared_weight is None:
             return shared
         return linear(x, self._weights.shared_weight).sigmoid().mul(shared)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HashedMixture:
+    """A mixture with `experts` int64 [n, per_token] for the n tokens of one step."""
+
+    mixture: ExpertMixture
+    experts: Tensor
+
+    def __call__(self, x: Tensor, num_tokens: int) -> Tensor:
+        return self.mixture(x, num_tokens, self.experts)
+
+    def added_to(self, residual: Tensor, x: Tensor, num_tokens: int) -> Tensor:
+        return self(x, num_tokens).add_(residual)
 
 
 def _biased(product: Tensor, biases: Tensor | None, owners: Tensor) -> Tensor:

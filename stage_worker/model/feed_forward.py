@@ -61,7 +61,8 @@ def _clamped(plan: ClampedSwiGlu) -> Function:
     def gate(gate_up: Tensor) -> Tensor:
         first, second = gate_up.chunk(2, dim=-1)
         first, second = first.clamp(max=plan.limit), second.clamp(-plan.limit, plan.limit)
-        return (first * plan.alpha).sigmoid_().mul_(first).mul_(second.add_(1))
+        activated = (first * plan.alpha).sigmoid_().mul_(first)
+        return activated.mul_(second.add_(plan.offset))
 
     return gate
 

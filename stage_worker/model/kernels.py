@@ -19,6 +19,7 @@ import torch
 from checkpoint import (
     Attention,
     Blueprint,
+    Compressed,
     Dense,
     Experts,
     Latent,
@@ -29,7 +30,7 @@ from checkpoint import (
     Recurrent,
     WeightFormat,
 )
-from checkpoint.blueprint import Activation, NormKind, NormSpan, QkNorm
+from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind, NormSpan, QkNorm
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 
 _MODULE = "stage_worker.model._cpu_kernels"
@@ -76,6 +77,8 @@ def _not_for(hidden_size: int, layer: LayerPlan) -> str | None:
         return "several residual streams are not supported by the kernels"
     if isinstance(attention, Latent):
         return "latent attention is not supported by the kernels"
+    if isinstance(attention, Compressed):
+        return "compressed attention is not supported by the kernels"
     if isinstance(attention, Recurrent) or layer.beside is not None:
         return "recurrent layers are not supported by the kernels"
     if isinstance(attention, NoMixer) or isinstance(dense, NoFeedForward):
@@ -91,12 +94,16 @@ def _not_for(hidden_size: int, layer: LayerPlan) -> str | None:
     if layer.norm.kind is not NormKind.RMS:
         return f"norms with {layer.norm.kind.value} are not supported by the kernels"
     if not dense.is_gated or dense.activation is not Activation.SILU:
-        return f"an MLP with {dense.activation.value} is not supported by the kernels"
+        return f"an MLP with {_activation_name(dense.activation)} is not supported by the kernels"
     if attention.qk_norm is not None and attention.qk_norm.is_after_rotation:
         return "norms after the rotation are not supported by the kernels"
     if attention.has_sinks:
         return "attention sinks are not supported by the kernels"
     return "limited scores are not supported by the kernels" if attention.softcap is not None else None
+
+
+def _activation_name(activation: Activation | ClampedSwiGlu) -> str:
+    return activation.value if isinstance(activation, Activation) else "clamped SwiGLU"
 
 
 class ProductMethod(Enum):
@@ -256,7 +263,7 @@ def _parts_by_torch(layer: LayerPlan) -> Iterator[str]:
         if feed_forward.branch_norm is not None:
             yield "norms of branches"
     elif isinstance(feed_forward, Dense) and not feed_forward.is_gated:
-        yield f"activation {feed_forward.activation.value}"
+        yield f"activation {_activation_name(feed_forward.activation)}"
     if layer.has_scale:
         yield "scale of layers"
     if layer.num_streams > 1:
@@ -313,7 +320,10 @@ def _plain(config: Blueprint, not_compiled_because: str | None) -> Kernels:
 
 def _needs_products(config: Blueprint) -> bool:
     mixers = (layer.mixer for layer in config.kinds if not isinstance(layer.mixer, Pageless))
-    return any(isinstance(mixer, Latent) or mixer.softcap is not None or mixer.has_sinks for mixer in mixers)
+    return any(
+        isinstance(mixer, Latent | Compressed) or mixer.softcap is not None or mixer.has_sinks
+        for mixer in mixers
+    )
 
 
 def _check_held(what: str, device: torch.device, choice: KernelChoice) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from checkpoint import (
     Attention,
     Blueprint,
+    Compressed,
     Dense,
     DType,
     Experts,
@@ -24,6 +25,7 @@ from checkpoint import (
     Recurrent,
 )
 from checkpoint.blueprint import FeedForwardPlan
+from checkpoint.compressed_shapes import GATE_BIAS_KIND
 from checkpoint.held import held_plans, stacked_roles
 from checkpoint.names import TensorRole
 from checkpoint.tensors import (
@@ -32,6 +34,7 @@ from checkpoint.tensors import (
     DECAY_KIND,
     DT_KIND,
     EXPERT_SCALE_KIND,
+    HASH_KIND,
     LAYER_SCALE_KIND,
     ROUTER_NORM_KIND,
     SINKS_KIND,
@@ -42,6 +45,7 @@ from checkpoint.tensors import (
     role_shapes,
     row_axis,
 )
+from kvcache.layer_rows import RowKind
 from stage_worker.model.held_matrices import (
     HeldMatrix,
     HeldRows,
@@ -78,7 +82,8 @@ class ExpertsWeights:
     between `latent_in` [latent_width, hidden_size] and `latent_out`, its transposed shape.
 
     `choice_bias` [experts] is float32, and so is the router if its plan `is_wide`. `shared_weight` is
-    [1, hidden_size], `router_norm` [hidden_size], `expert_scale` [experts].
+    [1, hidden_size], `router_norm` [hidden_size], `expert_scale` [experts]. `hash_table` int16 [vocabulary,
+    per_token] has numbers of experts.
     """
 
     router: Tensor
@@ -94,6 +99,7 @@ class ExpertsWeights:
     expert_scale: Tensor | None = None
     latent_in: Weight | None = None
     latent_out: Weight | None = None
+    hash_table: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -134,6 +140,33 @@ class LatentWeights:
     keys: Tensor
     values: Tensor
     indexer: IndexerWeights | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PoolingWeights:
+    """Pooling to `width` elements; `bias` float32 [ratio, columns] has twice as many with overlap."""
+
+    width: int
+    bias: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class CompressedWeights:
+    """Compressed attention. `query` is [q_size, query_rank] after `query_down` [query_rank, hidden_size],
+    `key` [head_dim, hidden_size], `groups` [o_size, group_size]; `pending` [pending_width, hidden_size] has
+    the rows of values and gates of entries, then those of their keys, as far as there are any. `sinks` is
+    [heads], `index_query` [q_size of the indexer, query_rank], `index_weight` [its heads, hidden_size].
+    """
+
+    query_down: Weight
+    query: Weight
+    key: Weight
+    groups: Tensor
+    sinks: Tensor
+    pending: Weight | None
+    pooling: Mapping[RowKind, PoolingWeights]
+    index_query: Tensor | None
+    index_weight: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -184,7 +217,9 @@ class MambaWeights:
     norm: Tensor | None
 
 
-MixerWeights = AttentionWeights | LatentWeights | DeltaWeights | KimiDeltaWeights | MambaWeights
+MixerWeights = (
+    AttentionWeights | LatentWeights | CompressedWeights | DeltaWeights | KimiDeltaWeights | MambaWeights
+)
 
 
 StreamTensors = Mapping[str, Tensor]
@@ -215,7 +250,7 @@ class LayerWeights:
 _NORMS = (
     *(TensorRole.MIXER_NORM, TensorRole.MIXER_OUT_NORM, TensorRole.FFN_NORM, TensorRole.FFN_OUT_NORM),
     *(TensorRole.Q_NORM, TensorRole.K_NORM, TensorRole.Q_LATENT_NORM, TensorRole.KV_LATENT_NORM),
-    TensorRole.INDEX_K_NORM,
+    *(TensorRole.INDEX_K_NORM, TensorRole.ENTRY_NORM, TensorRole.INDEX_NORM),
     *BRANCH_NORMS,
 )
 
@@ -265,6 +300,8 @@ def _mixer(mixer: Mixer, tensors: _Allocation) -> MixerWeights | None:
             qkv_bias=tensors.get(TensorRole.Q, "bias"),
             sinks=tensors.get(TensorRole.SINKS, SINKS_KIND),
         )
+    if isinstance(mixer, Compressed):
+        return _compressed(mixer, tensors)
     keys, values = _expansion(mixer, tensors)
     return LatentWeights(
         query_down=None if mixer.query_rank is None else tensors.matrix(TensorRole.Q_DOWN),
@@ -275,6 +312,28 @@ def _mixer(mixer: Mixer, tensors: _Allocation) -> MixerWeights | None:
         keys=keys,
         values=values,
         indexer=None if mixer.indexer is None else _indexer(tensors),
+    )
+
+
+def _compressed(mixer: Compressed, tensors: _Allocation) -> CompressedWeights:
+    has_entries, has_keys = mixer.compressor is not None, mixer.entry_index_width > 0
+    pooling = {}
+    if has_entries:
+        bias = tensors.found(TensorRole.ENTRY_BIAS, GATE_BIAS_KIND)
+        pooling[RowKind.ENTRY] = PoolingWeights(width=mixer.head_dim, bias=bias)
+    if has_keys:
+        bias = tensors.found(TensorRole.INDEX_BIAS, GATE_BIAS_KIND)
+        pooling[RowKind.ENTRY_KEY] = PoolingWeights(width=mixer.entry_index_width, bias=bias)
+    return CompressedWeights(
+        query_down=tensors.matrix(TensorRole.Q_DOWN),
+        query=tensors.matrix(TensorRole.Q_UP),
+        key=tensors.matrix(TensorRole.K),
+        groups=tensors.found(TensorRole.O_GROUPS, "weight"),
+        sinks=tensors.found(TensorRole.SINKS, SINKS_KIND),
+        pending=tensors.matrix(TensorRole.ENTRY_VALUE) if has_entries else None,
+        pooling=pooling,
+        index_query=tensors.get(TensorRole.INDEX_Q, "weight"),
+        index_weight=tensors.get(TensorRole.INDEX_WEIGHT, "weight"),
     )
 
 
@@ -340,6 +399,7 @@ def _feed_forward(plan: FeedForwardPlan, tensors: _Allocation) -> DenseWeights |
         expert_scale=tensors.get(TensorRole.EXPERT_SCALE, EXPERT_SCALE_KIND),
         latent_in=tensors.matrix(TensorRole.EXPERTS_IN) if has_latents else None,
         latent_out=tensors.matrix(TensorRole.EXPERTS_OUT) if has_latents else None,
+        hash_table=tensors.get(TensorRole.HASH_TABLE, HASH_KIND),
     )
 
 
@@ -381,7 +441,10 @@ class _Allocation:
             into = matrix
         else:
             into = self._new(*shapes[role, kind][:axis], sum(sizes), *shapes[role, kind][axis + 1 :])
-            into = into.float() if role in self._wide else into
+            if role is TensorRole.HASH_TABLE:
+                into = into.to(torch.int16)
+            elif role in self._wide:
+                into = into.float()
         for index, part in enumerate(parts):
             begin = sum(sizes[:index])
             self._places[part, kind] = (into, begin, begin + sizes[index])
@@ -434,5 +497,5 @@ def _wide_roles(plan: FeedForwardPlan) -> tuple[TensorRole, ...]:
     """Roles whose tensors are float32 in memory."""
     is_wide = isinstance(plan, Experts) and plan.router.is_wide
     always = (TensorRole.CHOICE_BIAS, TensorRole.STATE_DECAY, TensorRole.STATE_DT, TensorRole.MAMBA_SKIP)
-    always_wide = (*always, *STREAM_ROLES)
+    always_wide = (*always, TensorRole.ENTRY_BIAS, TensorRole.INDEX_BIAS, *STREAM_ROLES)
     return (*always_wide, TensorRole.ROUTER) if is_wide else always_wide

@@ -18,6 +18,7 @@ from stage_worker.model.hyper_connections import Collapse, collapse_of
 from stage_worker.model.kernels import Kernels, ProductMethod
 from stage_worker.model.layer_weights import (
     AttentionWeights,
+    CompressedWeights,
     DeltaWeights,
     DenseWeights,
     LatentWeights,
@@ -393,6 +394,10 @@ def held_for(products: ProductMethod, weights: LayerWeights) -> LayerWeights:
             mixer = replace(mixer, qkv=held(mixer.qkv))
         case DeltaWeights() | MambaWeights():
             mixer = replace(mixer, input=held(mixer.input))
+        case CompressedWeights():
+            pending = None if mixer.pending is None else held(mixer.pending)
+            query, key = held(mixer.query), held(mixer.key)
+            mixer = replace(mixer, query_down=held(mixer.query_down), query=query, key=key, pending=pending)
         case LatentWeights():
             query_down = None if mixer.query_down is None else held(mixer.query_down)
             mixer = replace(mixer, query_down=query_down, query=held(mixer.query), latent=held(mixer.latent))

@@ -21,6 +21,7 @@ from checkpoint import (
     stage_weight_bytes,
 )
 from checkpoint.blueprint import HIDDEN_STATES
+from checkpoint.compressed import Compressed, compressors_of, has_entries
 from checkpoint.implementation import Implementation
 from checkpoint.recurrent import recurrent_of
 from kvcache import group_windows
@@ -65,11 +66,7 @@ class PipelineStage(ABC):
         `group_windows` has number and window of each block group of the model that the stage has pages of.
         Raises ValueError for bad layers.
         """
-        if not 0 <= layer_begin < layer_end <= config.num_layers:
-            raise ValueError(f"layers [{layer_begin}, {layer_end}) of a model of {config.num_layers} layers")
-        names = tuple(tensor.name for tensor in config.boundary)
-        if names != self.CARRIED:
-            raise ValueError(f"{', '.join(names)} cross a cut, layers compute {', '.join(self.CARRIED)}")
+        self._check_layers(config, layer_begin, layer_end)
         self.config = config
         self.layers = range(layer_begin, layer_end)
         self.has_embeddings = has_embeddings
@@ -77,16 +74,26 @@ class PipelineStage(ABC):
         self.dtype = dtype
         self.torch_dtype = TORCH_DTYPES[dtype]
         self.device = torch.device(device)
+        mixers = {layer.mixer for layer in config.layers[layer_begin:layer_end]}
         self.windows = config.layer_windows[layer_begin:layer_end]
-        groups = enumerate(group_windows(config.layer_windows))
-        self.group_windows = [(number, window) for number, window in groups if window in self.windows]
+        groups = enumerate(group_windows(config.cache_windows))
+        cached = {*self.windows, *(None for mixer in mixers if has_entries(mixer))}
+        self.group_windows = [(number, window) for number, window in groups if window in cached]
         self.kernels = kernels
         self._ropes = ropes
         self._windows = frozenset(self.windows)
-        mixers = {layer.mixer for layer in config.layers[layer_begin:layer_end]}
+        self.is_hashed = any(layer.is_hashed for layer in config.layers[layer_begin:layer_end])
         self._paged = [mixer for mixer in mixers if not isinstance(mixer, Pageless)]
         self.is_recurrent = any(recurrent_of(layer) for layer in config.layers[layer_begin:layer_end])
+        self._compressors = compressors_of(mixers)
         self._queries_per_item = min(map(self._queries_of, self._paged), default=1)
+
+    def _check_layers(self, config: Blueprint, layer_begin: int, layer_end: int) -> None:
+        if not 0 <= layer_begin < layer_end <= config.num_layers:
+            raise ValueError(f"layers [{layer_begin}, {layer_end}) of a model of {config.num_layers} layers")
+        names = tuple(tensor.name for tensor in config.boundary)
+        if names != self.CARRIED:
+            raise ValueError(f"{', '.join(names)} cross a cut, layers compute {', '.join(self.CARRIED)}")
 
     @property
     def weight_bytes(self) -> int:
@@ -171,13 +178,15 @@ class PipelineStage(ABC):
             kernels=self.kernels,
             max_keys=self._max_keys,
             queries_per_item=self._queries_per_item,
+            compressors=self._compressors,
         )
 
     @torch.inference_mode()
     def layout(self, arrays: Sequence[StepArrays], place: Place) -> StepLayout:
         """The layout of a step with `arrays` for each block group of the stage, which are on the device."""
         rotary = arrays[0].rotary(self._ropes, place)
-        first, *others = [part.layout(rotary, place) for part in arrays]
+        ropes = self._ropes if self._compressors else None
+        first, *others = [part.layout(rotary, place, ropes) for part in arrays]
         return replace(first, others=tuple(others)) if others else first
 
     def enter(self, token_ids: Tensor) -> tuple[Tensor, ...]:
@@ -235,7 +244,7 @@ class PipelineStage(ABC):
         if checkpoint.config != self.config:
             raise ValueError(f"the checkpoint in {checkpoint.path} has another config than this stage")
 
-    def _queries_of(self, mixer: Attention | Latent) -> int:
+    def _queries_of(self, mixer: Attention | Latent | Compressed) -> int:
         shape = mixer.page_shape
         return queries_per_item(mixer.num_heads // shape.heads, shape.width, self.dtype.size_bytes)
 

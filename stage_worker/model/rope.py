@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from checkpoint import Attention, Latent, RopeConfig, RopeKind
+from checkpoint import Attention, Compressed, Latent, RopeConfig, RopeKind
 from checkpoint.blueprint import QueryGrowth
 from checkpoint.rope_config import yarn_mscale
 from checkpoint.step_sizes import KEPT_POSITIONS
@@ -90,8 +90,8 @@ class Rotary:
         return self._hash
 
     @classmethod
-    def of(cls, mixer: Attention | Latent) -> Rotary:
-        width = mixer.head_dim if isinstance(mixer, Attention) else mixer.rope_dim
+    def of(cls, mixer: Attention | Latent | Compressed) -> Rotary:
+        width = mixer.head_dim if isinstance(mixer, Attention) else max(2, mixer.rope_dim)
         return cls(mixer.rope, width, mixer.query_growth)
 
 
@@ -109,6 +109,23 @@ def _query_scale(growth: QueryGrowth | None, positions: Tensor, like: Tensor, *,
     return scale.to(like)[:, None, None]
 
 
+def rotate_last_(x: Tensor, table: RotaryTable, rope: RopeConfig, *, is_back: bool = False) -> None:
+    """Rotate the last elements of `x` [n, heads, head_dim] in place, in the order of the checkpoint.
+
+    Products and sums are float32, as in transformers' DeepSeek V4. With `is_back`, by the negative angles.
+    """
+    width = table.cos.shape[-1]
+    cos, sin = table.cos[..., : width // 2], table.sin[..., width // 2 :]
+    if is_back:
+        sin = -sin
+    part = x[..., x.shape[-1] - width :]
+    first, second = (part[..., ::2], part[..., 1::2]) if rope.is_interleaved else part.chunk(2, dim=-1)
+    wide_first, wide_second = first.float(), second.float()
+    turned = wide_first * cos - wide_second * sin
+    second.copy_(wide_second * cos + wide_first * sin)
+    first.copy_(turned)
+
+
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate `x` [n, heads, head_dim] in place; `cos` and `sin` are from `Rope.cos_sin`."""
     first, second = x.chunk(2, dim=-1)
@@ -116,15 +133,16 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     x.mul_(cos).add_(swapped)
 
 
-def rotated_pairs(heads: Tensor, rope: RopeConfig) -> Tensor:
-    """Rotated float32 `heads` [..., n, heads, width] of positions 0 to n - 1, in the order of the checkpoint.
+def rotated_pairs(heads: Tensor, rope: RopeConfig, step: int = 1) -> Tensor:
+    """Rotated float32 `heads` [..., n, heads, width] of the first n multiples of `step`, in the order of the
+    checkpoint.
 
     Nothing is rounded, reordered or shared with `Rope` but the frequencies: references use it.
     """
     frequencies = inverse_frequencies(rope, heads.shape[-1])
     if rope.kind is RopeKind.PROPORTIONAL:  # all elements are paired, some pairs turn by 0
         frequencies = pad(frequencies, (0, heads.shape[-1] // 2 - len(frequencies)))
-    angles = (torch.arange(heads.shape[-3])[:, None] * frequencies)[:, None]
+    angles = (step * torch.arange(heads.shape[-3])[:, None] * frequencies)[:, None]
     cos, sin = (f * attention_factor(rope) for f in (angles.cos(), angles.sin()))
     moving, still = heads[..., : 2 * len(frequencies)], heads[..., 2 * len(frequencies) :]
     first, second = (moving[..., ::2], moving[..., 1::2]) if rope.is_interleaved else moving.chunk(2, dim=-1)

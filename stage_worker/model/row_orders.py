@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from checkpoint import Attention, Blueprint, GatedDelta, KimiDelta, Latent, Mamba2, Mixer, NoMixer
+from checkpoint import Attention, Blueprint, Compressed, GatedDelta, KimiDelta, Latent, Mamba2, Mixer, NoMixer
 from checkpoint.names import TensorRole
 from checkpoint.tensors import layer_tensors, rows_of_roles
 from stage_worker.model.layer_weights import (
@@ -62,7 +62,7 @@ def reorder_heads(mixer: Mixer, weights: LayerWeights) -> None:
     if isinstance(mixer, GatedDelta):
         _reorder_delta(mixer, weights)
         return
-    if isinstance(mixer, KimiDelta | Mamba2 | NoMixer):
+    if isinstance(mixer, KimiDelta | Mamba2 | NoMixer | Compressed):
         return
     if mixer.has_output_gate:
         _separate_gates(mixer, weights)

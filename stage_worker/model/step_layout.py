@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
+from checkpoint.compressed import Compressor
+from kvcache.layer_rows import LayerRows, RowKind
 from kvcache.pages import IndexKeys
 from kvcache.state_store import StateStore
 from stage_worker.model.attention_views import (
@@ -28,8 +30,10 @@ from stage_worker.model.attention_views import (
 )
 from stage_worker.model.attention_work import AttentionWork, HostWork, WorkRoom
 from stage_worker.model.decode_rows import NO_DECODES, Column, DecodeRows
+from stage_worker.model.entry_layout import EntryArrays, EntryStep, entry_arrays, source_slots
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.model.rope import Rope, Rotary, RotaryTable, rotary_table
+from stage_worker.model.state_rows import StateRows
 from stage_worker.validation import SliceLayout
 
 
@@ -83,6 +87,10 @@ class PagedKv(Protocol):
     def index(self) -> IndexKeys | None:
         """Keys of indexers, of the layers that have one."""
 
+    @property
+    def rows(self) -> Mapping[RowKind, LayerRows]:
+        """Rows beside the pages, of the layers that have some."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class KvWrites:
@@ -118,35 +126,6 @@ class AttentionViews:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class StateRows:
-    """Rows of a step, and the slots of their recurrent states.
-
-    One-token slices are `singles` int64 [b] with `single_slots` int64 [b], None without such; `longer` are
-    the others: first row, row after the last one, and slot.
-    """
-
-    singles: Tensor | None
-    single_slots: Tensor | None
-    longer: tuple[tuple[int, int, int], ...]
-
-
-def state_rows(lengths: Sequence[int], slots: Sequence[int]) -> OnHost[StateRows]:
-    """Rows of slices of `lengths` tokens, one after the other."""
-    ends = list(itertools.accumulate(lengths))
-    found = list(zip(lengths, ends, slots, strict=True))
-    singles = np.array([end - 1 for length, end, _ in found if length == 1], np.int64)
-    single_slots = np.array([slot for length, _, slot in found if length == 1], np.int64)
-    longer = tuple((end - length, end, slot) for length, end, slot in found if length > 1)
-
-    def make(place: Place) -> StateRows:
-        if not singles.size:
-            return StateRows(singles=None, single_slots=None, longer=longer)
-        return StateRows(singles=place(singles), single_slots=place(single_slots), longer=longer)
-
-    return OnHost((singles, single_slots) if singles.size else (), make)
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepLayout:
     """A step of `num_tokens` rows, the concatenated tokens of its slices, for a stage with `kernels`.
 
@@ -154,7 +133,9 @@ class StepLayout:
     `rotary` has an entry for each distinct `Rotary` of the stage's layers. `prefill_rows` are the row
     ranges of slices of several tokens. `views` has an entry for each distinct window of the layers. A stage
     with layers of several block groups has one layout per group, from the second group on in `others`.
-    `states` is None on a stage without recurrent layers.
+    `states` is None on a stage without recurrent layers. `entries` are those of compressors, in the group
+    that keeps them; `sources` int64 [c, span] are the slots of the tokens of which they are pooled, in the
+    groups of layers with keys. `token_ids` int64 [num_tokens] are known on stages with layers that need them.
     """
 
     num_tokens: int
@@ -166,11 +147,19 @@ class StepLayout:
     views: Mapping[int | None, AttentionViews]
     others: tuple[StepLayout, ...] = ()
     states: StateRows | None = None
+    entries: Mapping[Compressor, EntryStep] = field(default_factory=dict)
+    sources: Mapping[Compressor, Tensor] = field(default_factory=dict)
+    token_ids: Tensor | None = None
 
     @property
     def groups(self) -> tuple[StepLayout, ...]:
         """The layout of each block group of the stage, this one first."""
         return (self, *self.others)
+
+    def with_tokens(self, token_ids: Tensor) -> StepLayout:
+        """The layout with the step's `token_ids`, in all block groups."""
+        others = tuple(replace(other, token_ids=token_ids) for other in self.others)
+        return replace(self, token_ids=token_ids, others=others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +195,8 @@ class StepArrays:
     views: Mapping[int | None, OnHost[AttentionViews]]
     works: Mapping[int | None, HostWork]
     states: OnHost[StateRows] | None = None
+    entries: Mapping[Compressor, EntryArrays] = field(default_factory=dict)
+    sources: Mapping[Compressor, Column] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -223,22 +214,21 @@ class StepArrays:
         `windows` are the distinct windows of the layers. Raises ValueError if a slice's pages lack positions
         that it writes or sees, or without slices.
         """
-        if not slices and not len(decodes):
-            raise ValueError("a step layout needs at least one slice")
-        for window in windows:
-            decodes.check(rules.block_size, window)
-            for item in slices:
-                item.check(rules.block_size, window)
+        _check(decodes, slices, windows, rules.block_size)
         ranges = _row_ranges(slices, len(decodes))
         positions = decodes.positions.tolist()
         for item in slices:
             positions.extend(range(item.first_position, item.end_position))
         slots, by_row, writes = _kv_writes(decodes, slices, ranges, rules)
-        views = {window: _views(decodes, slices, ranges, window, rules) for window in windows}
+        rows, compressors = np.array(positions, np.int64), rules.compressors
+        has_entries = bool(compressors) and None in windows
+        of_entries, of_keys = (compressors, ()) if has_entries else ((), compressors)
+        seen = () if has_entries else windows
+        views = {window: _views(decodes, slices, ranges, window, rules) for window in seen}
         works = {window: found.work for window, found in views.items() if found.work is not None}
         return cls(
             rules=rules,
-            positions=np.array(positions, np.int64),
+            positions=rows,
             end_position=max(positions) + 1,
             slots=slots,
             by_row=by_row,
@@ -246,6 +236,8 @@ class StepArrays:
             prefill_rows=_prefill_rows(ranges, rules),
             views={window: found.views for window, found in views.items()},
             works=works,
+            entries={one: entry_arrays(decodes, slices, rows, by_row, one, rules) for one in of_entries},
+            sources={one: source_slots(decodes, slices, one, rules.block_size) for one in of_keys},
         )
 
     @classmethod
@@ -284,14 +276,19 @@ class StepArrays:
             yield from views.arrays
         if self.states is not None:
             yield from self.states.arrays
+        for entries in self.entries.values():
+            yield from entries.arrays
+        yield from self.sources.values()
 
     def rotary(self, ropes: Mapping[Rotary, Rope], place: Place) -> dict[Rotary, RotaryTable]:
         """The tables of a step, the same for all block groups, once `arrays` are on the device."""
         positions, end = place(self.positions), self.end_position
         return {key: rotary_table(key, rope, positions, end=end) for key, rope in ropes.items()}
 
-    def layout(self, rotary: Mapping[Rotary, RotaryTable], place: Place) -> StepLayout:
-        """The layout, once `arrays` are on the device."""
+    def layout(
+        self, rotary: Mapping[Rotary, RotaryTable], place: Place, ropes: Mapping[Rotary, Rope] | None = None
+    ) -> StepLayout:
+        """The layout, once `arrays` are on the device; `ropes` are those that rotate entries."""
         return StepLayout(
             num_tokens=len(self.positions),
             positions=place(self.positions),
@@ -301,6 +298,8 @@ class StepArrays:
             prefill_rows=self.prefill_rows,
             views={window: views.make(place) for window, views in self.views.items()},
             states=None if self.states is None else self.states.make(place),
+            entries={one: entries.make(ropes or {}, place) for one, entries in self.entries.items()},
+            sources={one: place(slots) for one, slots in self.sources.items()},
         )
 
 
@@ -316,18 +315,29 @@ class Selection:
     tokens: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerEntries:
+    """Entries of one layer in a step: `layer` is its number in `rows`, by kind."""
+
+    step: StepLayout
+    rows: Mapping[RowKind, LayerRows]
+    layer: int
+
+
 @dataclass(slots=True, eq=False)
 class LayerKv:
     """Keys and values of one layer in a step: where the layer writes them, and where it reads them.
 
-    `layer` is the index into `pages`, from the stage's first. All layers of a step share `selection`. Made
-    for every layer of a step: a frozen one takes three times as long.
+    `layer` is the index into `pages`, from the stage's first. All layers of a step share `selection`.
+    `entries` are those of a compressor. Made for every layer of a step: a frozen one takes three times as
+    long.
     """
 
     step: StepLayout
     pages: PagedKv
     layer: int
     selection: Selection = field(default_factory=Selection)
+    entries: LayerEntries | None = None
 
     @property
     def kernels(self) -> Kernels:
@@ -515,6 +525,18 @@ def _work_views(
     arrays: list[HostArray] = [work.array, rows]
     arrays += itertools.chain.from_iterable(view.arrays for view in others)
     return _WindowViews(OnHost(tuple(arrays), make))
+
+
+def _check(
+    decodes: DecodeRows, slices: Sequence[SliceLayout], windows: Collection[int | None], block_size: int
+) -> None:
+    """Raises ValueError, see `StepArrays.build`."""
+    if not slices and not len(decodes):
+        raise ValueError("a step layout needs at least one slice")
+    for window in windows:
+        decodes.check(block_size, window)
+        for item in slices:
+            item.check(block_size, window)
 
 
 def _prefill_rows(ranges: Sequence[tuple[int, int]], rules: ViewRules) -> tuple[tuple[int, int], ...]:

@@ -279,11 +279,10 @@ _E2M1_VALUES = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
 def _fp4(matrix: PackedMatrix, scheme: Fp4, tile: Tile, read: ReadElements) -> Tensor:
     rows, columns = tile.num_rows, tile.num_columns
     num_octets, groups = columns // 2, columns // scheme.group
-    octets = read(StoredPart.WEIGHT, tile.row_begin * num_octets, tile.row_end * num_octets).view(
-        rows, num_octets
-    )
+    octets = read(StoredPart.WEIGHT, tile.row_begin * num_octets, tile.row_end * num_octets)
+    octets = octets.view(rows, num_octets)
     numbers = _fp4_scales(scheme, tile.row_begin * groups, tile.row_end * groups, read).view(rows, groups)
-    values = _E2M1_VALUES[_nibbles(octets.view(rows, num_octets)).int()]
+    values = _E2M1_VALUES[_nibbles(octets.view(torch.uint8)).int()]
     return values.mul_(_spread(numbers, scheme.group, columns))
 
 

@@ -215,23 +215,29 @@ def _plain_pieces(
     window_bytes: int,
 ) -> Iterator[WeightPiece]:
     entry, flat = checkpoint.tensors[name], destination.view(-1)
-    assert isinstance(entry.dtype, DType), f"{name} is packed"
+    assert _is_read_plainly(entry, destination), f"{name} is packed"
+    stored_bytes = STORED_TORCH_DTYPES[entry.dtype].itemsize
     files.open(entry)
     offset = first_row * prod(destination.shape[1:])
-    step = window_bytes // max(entry.dtype.size_bytes, flat.element_size())
+    step = window_bytes // max(stored_bytes, flat.element_size())
     for begin in range(0, len(flat), step):
         window = flat[begin : begin + step]
         fill = partial(_fill_plain, files, entry, offset + begin, name)
-        yield WeightPiece(window, fill, len(window) * entry.dtype.size_bytes)
+        yield WeightPiece(window, fill, len(window) * stored_bytes)
 
 
 def _fill_plain(files: _Files, entry: TensorEntry, begin: int, name: str, memory: Tensor) -> None:
     if memory.dtype is STORED_TORCH_DTYPES[entry.dtype]:
         files.read_into(memory, entry, begin)
         return
-    assert isinstance(entry.dtype, DType), f"{name} is packed"
+    assert _is_read_plainly(entry, memory), f"{name} is packed"
     files.converted_into(memory, entry, begin)
     _check_range(memory, name, entry.dtype.value)
+
+
+def _is_read_plainly(entry: TensorEntry, memory: Tensor) -> bool:
+    """Whether elements are values, and not codes: also whole numbers, for a `memory` of such."""
+    return isinstance(entry.dtype, DType) or not memory.dtype.is_floating_point
 
 
 def _packed_pieces(

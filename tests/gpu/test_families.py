@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import Checkpoint, DType, Experts
+from checkpoint.recurrent import only_on_cpus
 from tests.checkpoints import load_reference
 from tests.families import FAMILIES, make_family
 from tests.gpu.devices import queue_of
@@ -58,7 +59,8 @@ def test_logits_equal_transformers_in_float32(
 
 def _check_served(checkpoint: Checkpoint, device: torch.device) -> None:
     """Skip a family that a GPU refuses, once it has refused it."""
-    if checkpoint.config.is_recurrent and device.type != "cpu":
+    config = checkpoint.config
+    if (config.is_recurrent or only_on_cpus(config.kinds) is not None) and device.type != "cpu":
         with pytest.raises(ValueError, match="not computed on") as refused:
             Pipeline(checkpoint, device=device)
         pytest.skip(str(refused.value))

@@ -30,17 +30,17 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _clamped(gate, up, alpha, limit, into):
+def _clamped(gate, up, alpha, limit, offset, into):
     """See `ClampedSwiGlu`; rounded after each operation."""
     gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
     share = tl.sigmoid((gate * alpha).to(into).to(tl.float32)).to(into).to(tl.float32)
-    return (share * gate).to(into).to(tl.float32) * (up + 1.0).to(into).to(tl.float32)
+    return (share * gate).to(into).to(tl.float32) * (up + offset).to(into).to(tl.float32)
 
 
 # fmt: off
 @triton.jit
 def gate_kernel(
-    gate_up, stride, found, width, alpha, limit, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr
+    gate_up, stride, found, width, alpha, limit, offset, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr
 ):
     """`COLUMNS` columns of one row: grid [rows, blocks of columns]."""
     row = tl.program_id(0).to(tl.int64)
@@ -49,7 +49,7 @@ def gate_kernel(
     gate = tl.load(gate_up + row * stride + columns, mask=columns < width, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + width + columns, mask=columns < width, other=0.0).to(tl.float32)
     if ACTIVATION == 3:
-        product = _clamped(gate, up, alpha, limit, into)
+        product = _clamped(gate, up, alpha, limit, offset, into)
     else:
         product = _activated(gate, ACTIVATION).to(into).to(tl.float32) * up
     tl.store(found + row * width + columns, product.to(into), mask=columns < width)
@@ -65,14 +65,14 @@ def gate(gate_up: Tensor, activation: Activation | ClampedSwiGlu) -> Tensor:
     """The product of the activated gate and up, [n, width], of both concatenated [n, 2 * width]."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     found = gate_up.new_empty(num_rows, width)
-    alpha = limit = None
+    alpha = limit = offset = None
     code = _CLAMPED
     if isinstance(activation, ClampedSwiGlu):
-        alpha, limit = activation.alpha, activation.limit
+        alpha, limit, offset = activation.alpha, activation.limit, activation.offset
     else:
         code = _CODES[activation]
     constants = {"COLUMNS": _COLUMNS, "ACTIVATION": code}
     Launch(gate_kernel, (num_rows, triton.cdiv(width, _COLUMNS)), constants)(
-        gate_up, gate_up.stride(0), found, width, alpha, limit
+        gate_up, gate_up.stride(0), found, width, alpha, limit, offset
     )
     return found

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from checkpoint import Blueprint, DType
-from checkpoint.blueprint import BoundaryTensor, PageShape
+from checkpoint.blueprint import BoundaryTensor
+from checkpoint.compressed import PageShape
 from tests.unit.coordinator.planner.small_models import llama
 
 

@@ -24,10 +24,10 @@ from checkpoint.blueprint import (
     GroupScore,
     Indexer,
     NormKind,
-    PageShape,
     QueryGrowth,
     RouterScore,
 )
+from checkpoint.compressed import PageShape
 from checkpoint.rope_config import RopeKind
 from checkpoint.tensors import stored_tensors
 

@@ -33,7 +33,8 @@ from checkpoint import (
     parse_config,
 )
 from checkpoint.architectures import ARCHITECTURES
-from checkpoint.blueprint import Activation, PageShape
+from checkpoint.blueprint import Activation
+from checkpoint.compressed import PageShape
 from tests.checkpoints import edit_config
 from tests.unit.stage_worker.model.pipeline import Pipeline, Running
 

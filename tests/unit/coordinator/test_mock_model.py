@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpoint import DType
-from checkpoint.blueprint import PageShape
+from checkpoint.compressed import PageShape
 from coordinator.mock_model import mock_fingerprint, parse_mock_model
 
 

@@ -66,7 +66,7 @@ def refused_because(family: str) -> str | None:
     """The text of the error of families that only native layers serve."""
     if family in LATENT:
         return r"layer 0: (queries of|latents are kept)|has no causal language model of it|cannot be examined"
-    if family in RECURRENT:
+    if family in (*RECURRENT, "deepseek_v4"):  # whose compressors keep the tokens of open entries
         return "layers keep recurrent state, which has no pages"
     return "'longrope' depend on the sequences" if family == "phi3" else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any
@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint, NoMixer, Recurrent
-from checkpoint.blueprint import PageShape
+from checkpoint import Checkpoint, Compressed, NoMixer, Recurrent
+from checkpoint.compressed import PageShape, has_entries
 from kvcache import SlotChange
+from kvcache.layer_rows import NO_ROWS, LayerRows, RowKind
 from kvcache.pages import IndexKeys, KvPages, PageGroups
 from kvcache.state_store import StateStore
 from stage_worker.loading.stage_loader import new_queue
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.pipeline_stage import PipelineStage
-from stage_worker.model.step_layout import StepLayout, state_rows
+from stage_worker.model.state_rows import state_rows
+from stage_worker.model.step_layout import StepLayout
 from stage_worker.validation import SliceLayout
 from tests.step_layouts import layout_for
 
@@ -41,6 +43,7 @@ class NanPages(KvPages):
         num_parts: int = 2,
         device: torch.device | str = "cpu",
         index_widths: Sequence[int] = (),
+        rows: Mapping[RowKind, LayerRows] = NO_ROWS,
     ) -> None:
         index = None
         if any(index_widths):
@@ -61,6 +64,7 @@ class NanPages(KvPages):
             device=device,
             num_parts=num_parts,
             index=index,
+            rows=rows,
         )
         self.fill(float("nan"))
 
@@ -74,15 +78,18 @@ class NanPages(KvPages):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         index_widths: Sequence[int] = (),
+        rows: Mapping[RowKind, LayerRows] = NO_ROWS,
     ) -> NanPages:
         sizes = (num_layers, num_blocks, block_size, shape.heads, shape.width)
-        return cls(*sizes, dtype, shape.parts, device, index_widths)
+        return cls(*sizes, dtype, shape.parts, device, index_widths, rows)
 
     def fill(self, value: float, blocks: slice = slice(None)) -> None:
         """Overwrite these blocks in all layers."""
         self._store[:, blocks] = value
         if self.index is not None:
             self.index._store[:, blocks] = value
+        for rows in self.rows.values():
+            rows.fill(value, torch.arange(self.num_blocks)[blocks])
 
     def contents(self) -> Tensor:
         """A copy of all pages, [layers, blocks, keys and values, heads, block_size, head_dim]."""
@@ -134,7 +141,7 @@ class Pipeline:
         random.Random(7).shuffle(self.free)
         self.free_slots = list(range(NUM_STATES))
         self.window = max((w for w in config.layer_windows if w), default=0)
-        self.releases = all(config.layer_windows)
+        self.releases = all(config.cache_windows)
 
     def step(self, work: Sequence[tuple[Running, int]], *, shift: int = 0) -> list[Tensor]:
         """Compute the next `n` tokens of each sequence; logits [n, vocab] of each. `shift` falsifies the
@@ -142,10 +149,11 @@ class Pipeline:
         inputs = [s.tokens[s.num_computed : s.num_computed + n] for s, n in work]
         slices = [self._slice(s, n) for s, n in work]
         slots = [self._slot(s) for s, _ in work]
-        hidden = self.stages[0].embed(torch.tensor(list(chain.from_iterable(inputs))))
+        tokens = torch.tensor(list(chain.from_iterable(inputs)))
+        hidden = self.stages[0].embed(tokens)
         for index, (stage, pages) in enumerate(zip(self.stages, self.pages, strict=True)):
             shifted = [_shifted(item, shift if index else 0) for item in slices]
-            layout = self._layout(stage, shifted)
+            layout = self._layout(stage, shifted).with_tokens(tokens)
             if pages.states is not None:
                 states = state_rows([n for _, n in work], slots).make(torch.from_numpy)
                 layout = replace(layout, states=states)
@@ -181,9 +189,13 @@ class Pipeline:
                 stage.torch_dtype,
                 stage.device,
                 index_widths=[mixer.index_width for mixer, own in placed if own == group],
+                rows=_pending(stage, block_size),
             )
             for group, shape in enumerate(shapes)
         ]
+        if entries := _entries(stage, block_size):
+            pages.insert(0, NanPages(0, 96, block_size, 1, 1, stage.torch_dtype, 1, rows=entries))
+            of_layers = [None if group is None else group + 1 for group in of_layers]
         self._sets += pages
         if not recurrent:
             return PageGroups(pages, of_layers)
@@ -210,14 +222,14 @@ class Pipeline:
 
     def _layout(self, stage: PipelineStage, slices: list[SliceLayout]) -> StepLayout:
         """The layout of each set of pages."""
-        first, *others = (
-            layout_for(
-                stage,
-                slices,
-                block_size=self.block_size,
-                windows={window for window in stage.windows if stage.config.page_shape(window) == shape},
-            )
+        windows: list[set[int | None]] = [
+            {window for window in stage.windows if stage.config.page_shape(window) == shape}
             for shape in _shapes(stage)
+        ]
+        if _entries(stage, self.block_size):
+            windows.insert(0, {None})
+        first, *others = (
+            layout_for(stage, slices, block_size=self.block_size, windows=own) for own in windows
         )
         return replace(first, others=tuple(others))
 
@@ -240,6 +252,34 @@ class Pipeline:
         while (sequence.first_block + 1) * self.block_size <= sequence.num_computed - self.window + 1:
             self.free.append(sequence.pages.pop(0))
             sequence.first_block += 1
+
+
+def _compressed(stage: PipelineStage) -> list[tuple[int, Compressed]]:
+    """The stage's layers with entries, by their numbers on the stage."""
+    mixers = enumerate(stage.config.layers[layer].mixer for layer in stage.layers)
+    return [
+        (number, mixer) for number, mixer in mixers if isinstance(mixer, Compressed) and has_entries(mixer)
+    ]
+
+
+def _pending(stage: PipelineStage, block_size: int) -> Mapping[RowKind, LayerRows]:
+    shapes = {number: (block_size, mixer.pending_width) for number, mixer in _compressed(stage)}
+    return {RowKind.PENDING: _rows(stage, shapes)} if shapes else NO_ROWS
+
+
+def _entries(stage: PipelineStage, block_size: int) -> Mapping[RowKind, LayerRows]:
+    entries, keys = {}, {}
+    for number, mixer in _compressed(stage):
+        assert mixer.compressor is not None
+        entries[number] = (mixer.compressor.rows_per_block(block_size), mixer.head_dim)
+        if mixer.entry_index_width:
+            keys[number] = (entries[number][0], mixer.entry_index_width)
+    shapes = {RowKind.ENTRY: entries, RowKind.ENTRY_KEY: keys}
+    return {kind: _rows(stage, some) for kind, some in shapes.items() if some}
+
+
+def _rows(stage: PipelineStage, shapes: Mapping[int, tuple[int, int]]) -> LayerRows:
+    return LayerRows(shapes, num_blocks=96, dtype=stage.torch_dtype, device=stage.device)
 
 
 def _shapes(stage: PipelineStage) -> list[PageShape]:

@@ -19,11 +19,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import Blueprint, Checkpoint, CheckpointError, DType, Experts, parse_config, verify_tensors
+from checkpoint import (
+    Blueprint,
+    Checkpoint,
+    CheckpointError,
+    Compressed,
+    DType,
+    Experts,
+    Mixer,
+    parse_config,
+    verify_tensors,
+)
 from checkpoint.blueprint import RouterScore
 from checkpoint.catalog import BF16_SPREAD, NUM_CUTS
 from stage_worker.loading.reference import StreamedModel
-from stage_worker.model import experts, latent_attention
+from stage_worker.model import compressed_attention, experts, latent_attention
 from tests.checkpoints import load_reference
 from tests.families import (
     BLOCK_KINDS,
@@ -160,6 +170,11 @@ def cuts_of(config: Blueprint) -> list[tuple[int, ...]]:
     return [tuple(end - begin for begin, end in pairwise(bounds)) for bounds in ends]
 
 
+def has_index(mixer: Mixer) -> bool:
+    """Whether an indexer chooses tokens, or entries."""
+    return mixer.entry_index_width > 0 if isinstance(mixer, Compressed) else mixer.index_width > 0
+
+
 LEAST_INDEX_GAP = 3e-5
 """Between the scores of the last chosen token and the next, in units of the spread of a query's scores."""
 
@@ -183,9 +198,10 @@ def index_gaps_checked(config: Blueprint) -> Iterator[None]:
 
     choose = latent_attention.chosen_tokens
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latent_attention, "chosen_tokens", recorded)
+        for module in (latent_attention, compressed_attention):
+            patch.setattr(module, "chosen_tokens", recorded)
         yield
-    assert bool(gaps) == any(kind.mixer.index_width for kind in config.kinds)
+    assert bool(gaps) == any(has_index(kind.mixer) for kind in config.kinds)
     assert min(gaps, default=1.0) > LEAST_INDEX_GAP, "another rounding may choose another token"
 
 
@@ -198,7 +214,7 @@ def test_greedy_tokens_equal_transformers_at_every_cut(family: tuple[str, Checkp
     expected = [greedy_tokens(checkpoint.directory, prompt) for prompt in prompts]
     assert len(set(expected[0])) > 8, "a degenerate model proves nothing"
     # Sequences that release all but a window wait for their few blocks, and are not preempted.
-    num_blocks = 8 if all(checkpoint.config.layer_windows) else 34
+    num_blocks = 8 if all(checkpoint.config.cache_windows) else 34
     for cut in cuts_of(checkpoint.config):
         pipeline = LocalPipeline(
             checkpoint.directory, cut, block_size=8, max_step_tokens=24, num_blocks=num_blocks
@@ -208,7 +224,7 @@ def test_greedy_tokens_equal_transformers_at_every_cut(family: tuple[str, Checkp
         run = pipeline.last_run
         assert run is not None
         was_preempted = any(sequence.restart_count for sequence in run.sequences)
-        assert was_preempted or all(checkpoint.config.layer_windows), "no preemption"
+        assert was_preempted or all(checkpoint.config.cache_windows), "no preemption"
 
 
 def test_each_field_of_the_plan_changes_the_logits(family: tuple[str, Checkpoint]) -> None:
