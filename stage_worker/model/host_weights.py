@@ -114,9 +114,8 @@ def with_tensors(weights: T, replaced: Callable[[Tensor], Tensor]) -> T:
 
 
 def _emptied(found: list[Tensor], tensor: Tensor) -> Tensor:
-    assert tensor.is_contiguous(), "bytes are copied as they lie"
-    found.append(tensor)
-    return torch.empty_like(tensor, device=_META)
+    found.append(tensor.contiguous())  # a copy of keys and values of latents, which are views of one tensor
+    return torch.empty_like(found[-1], device=_META)
 
 
 def _allocated(found: list[Tensor], device: torch.device, form: Tensor) -> Tensor:
