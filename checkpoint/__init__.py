@@ -3,7 +3,6 @@
 from checkpoint.blueprint import (
     Attention,
     Blueprint,
-    BoundaryTensor,
     Dense,
     Experts,
     Latent,
@@ -13,6 +12,7 @@ from checkpoint.blueprint import (
     Norm,
     Opaque,
 )
+from checkpoint.boundary import BoundaryTensor
 from checkpoint.compressed import Compressed
 from checkpoint.config import parse_config
 from checkpoint.directory import Checkpoint, differing_parts

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from checkpoint.boundary import HIDDEN_STATES, BoundaryTensor
 from checkpoint.compressed import Compressed, PageShape, has_entries
 from checkpoint.dtypes import DType, WeightFormat
 from checkpoint.multipliers import RowScale
@@ -416,22 +417,6 @@ class OuterTensors:
     in_layer: str
     before: tuple[tuple[str, tuple[int, ...]], ...]
     after: tuple[tuple[str, tuple[int, ...]], ...]
-
-
-HIDDEN_STATES = "hidden_states"
-"""Name of the boundary's first tensor, the input of the next layer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundaryTensor:
-    """A tensor [tokens, width] that a stage hands to the next one.
-
-    Without `dtype` it is in the run dtype, and a smaller one may carry it; with `dtype`, it travels in that.
-    """
-
-    name: str
-    width: int
-    dtype: DType | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from checkpoint.blueprint import BoundaryTensor
+from checkpoint.boundary import BoundaryTensor
 from wire.tensors import WireDType, payload_bytes
 
 NUM_SLOTS = 4

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from checkpoint.blueprint import HIDDEN_STATES
+from checkpoint.boundary import HIDDEN_STATES
 from checkpoint.dtypes import SCALE_BYTES, DType, ScaledDType, WeightFormat
 from checkpoint.implementation import Implementation
 from stageline_rpc.internal.v1 import step_pb2

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 
 from checkpoint import BoundaryTensor
-from checkpoint.blueprint import HIDDEN_STATES
+from checkpoint.boundary import HIDDEN_STATES
 from stage_worker.assignment import Assignment
 from stage_worker.backends.contract import Computed, DeviceError, StageCompute
 from stage_worker.backends.mock_spec import MockSpec

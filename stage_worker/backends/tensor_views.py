@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from checkpoint import BoundaryTensor, DType, ScaledDType
-from checkpoint.blueprint import HIDDEN_STATES
+from checkpoint.boundary import HIDDEN_STATES
 from kvcache.scaled_pages import scaled_rows, unscaled_rows
 from stage_worker.backends.transfers import host_bytes
 from stage_worker.model.kernels import AttentionMethod, Kernels, load_triton

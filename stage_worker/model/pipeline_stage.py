@@ -20,7 +20,7 @@ from checkpoint import (
     Pageless,
     stage_weight_bytes,
 )
-from checkpoint.blueprint import HIDDEN_STATES
+from checkpoint.boundary import HIDDEN_STATES
 from checkpoint.compressed import Compressed, compressors_of, has_entries
 from checkpoint.implementation import Implementation
 from checkpoint.recurrent import recurrent_of

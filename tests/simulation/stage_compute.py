@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpoint import BoundaryTensor, DType
-from checkpoint.blueprint import HIDDEN_STATES
+from checkpoint.boundary import HIDDEN_STATES
 from kvcache import SlotChange
 from stage_worker.assignment import Assignment
 from stage_worker.backends.contract import Computed, DeviceError, Finish, StageCompute

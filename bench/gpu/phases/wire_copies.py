@@ -18,7 +18,7 @@ from bench.gpu.rates import Rates
 from bench.gpu.timing import synchronize
 from bench.harness.figure import Better
 from checkpoint import BoundaryTensor, DType, ScaledDType, parse_config
-from checkpoint.blueprint import HIDDEN_STATES
+from checkpoint.boundary import HIDDEN_STATES
 from stage_worker.backends.tensor_views import RowScaling, from_frame, payload, to_frame
 from stage_worker.backends.torch_device import prepare_thread
 from stage_worker.backends.transfers import CudaQueue, HostTransfers, StagingRing, StepTransfers

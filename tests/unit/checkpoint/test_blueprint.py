@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from checkpoint import Blueprint, DType
-from checkpoint.blueprint import BoundaryTensor
+from checkpoint.boundary import BoundaryTensor
 from checkpoint.compressed import PageShape
 from tests.unit.coordinator.planner.small_models import llama
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from checkpoint import DType
-from checkpoint.blueprint import BoundaryTensor
+from checkpoint.boundary import BoundaryTensor
 from stage_worker import validation
 from stage_worker.validation import StageSequences, StepRules
 from wire.errors import StepFault, StepFaultKind

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint.blueprint import BoundaryTensor
+from checkpoint.boundary import BoundaryTensor
 from coordinator.planner.plan import Plan, StepLimits, WorkerCapacity
 from coordinator.recovery.self_check_script import Script, parts_for, texts_for, write_script
 from coordinator.scheduler.kv_manager import KvCacheManager
