@@ -11,12 +11,12 @@ import pytest
 from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint, stage_tensor_names
 from checkpoint.gguf.files import read_gguf_file
-from stage_worker.loading.stage_loader import WorkerResources
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import quantised, write_gguf
 from tests.integration.cluster import Cluster
 from tests.integration.test_remote_weights import LAYERS, NOT_VERIFIED, SHAPE, tokens_of
+from tests.integration.test_weight_peers import serve_from_the_coordinator
 from tests.range_server import range_server
 from weights.location import remote_model
 from weights.source import FIRST_BYTES
@@ -93,23 +93,7 @@ async def test_workers_without_the_file_fetch_it_from_the_coordinator(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_gguf(tmp_path / "llama.gguf", made, quantised("Q8_0"))
-    async with Cluster(path, layers=LAYERS, self_check=False) as cluster:
-        expected = await tokens_of(cluster)
-    monkeypatch.setattr(WorkerResources, "fetches", lambda self, model: True)
-    cluster = Cluster(
-        path,
-        layers=LAYERS,
-        self_check=False,
-        cache_directory=tmp_path / "coordinator",
-        weights_directory=tmp_path / "workers",
-    )
-    async with cluster:
-        assert await tokens_of(cluster) == expected
-        status = await cluster.client.status()
-        assert all(worker.fetch_detail.startswith("fetched ") for worker in status.workers)
-        await cluster.wait_status(
-            lambda status: all(worker.weights == cluster_pb2.WEIGHTS_CHECK_FULL for worker in status.workers)
-        )
+    await serve_from_the_coordinator(path, tmp_path, monkeypatch)
 
 
 async def test_texts_and_structured_output_of_a_remote_file(tmp_path: Path) -> None:

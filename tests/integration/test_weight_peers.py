@@ -85,15 +85,13 @@ async def test_peers_that_are_lost_are_named_and_the_source_has_the_rest(model: 
     assert "not from" not in details["w0"] + details["w2"]
 
 
-async def test_hosts_without_the_path_fetch_from_the_coordinator(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def serve_from_the_coordinator(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers without the path of a directory or file fetch it, to the same tokens, proven byte by byte."""
     async with Cluster(model, layers=LAYERS, self_check=False) as cluster:
         expected = await tokens_of(cluster)
     monkeypatch.setattr(WorkerResources, "fetches", lambda self, model: True)  # as on another host
-    directory = shutil.copytree(model, tmp_path / "llama")
     cluster = Cluster(
-        directory,
+        model,
         layers=LAYERS,
         self_check=False,
         cache_directory=tmp_path / "coordinator",
@@ -104,9 +102,15 @@ async def test_hosts_without_the_path_fetch_from_the_coordinator(
         status = await cluster.client.status()
         assert all(worker.fetch_detail.startswith("fetched ") for worker in status.workers)
         # Every byte is compared with the coordinator's hashes when the cluster is idle.
-        status = await cluster.wait_status(
+        await cluster.wait_status(
             lambda status: all(worker.weights == cluster_pb2.WEIGHTS_CHECK_FULL for worker in status.workers)
         )
+
+
+async def test_hosts_without_the_path_fetch_from_the_coordinator(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await serve_from_the_coordinator(shutil.copytree(model, tmp_path / "llama"), tmp_path, monkeypatch)
     held = {path.name for path in (tmp_path / "workers" / "w1" / "models").iterdir()}
     assert len(held) == 1 and held.pop().startswith("llama-")
 

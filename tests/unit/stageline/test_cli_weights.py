@@ -77,13 +77,21 @@ def test_layers_are_pulled_listed_verified_and_removed(
     assert listed(cache, capsys) == []
 
 
-def test_a_model_that_cannot_be_used_hides_no_other(
+def pulled(
     server: RangeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+) -> tuple[Path, list[str], dict[str, Any]]:
+    """A cache with the first layer of a model: its directory, the flags for it, and its entry."""
     cache = tmp_path / "cache"
     flags = ["--cache-dir", str(cache)]
     assert main(["weights", "pull", server.url, *flags, "--layers", "0-0"]) == 0
     (row,) = listed(cache, capsys)
+    return cache, flags, row
+
+
+def test_a_model_that_cannot_be_used_hides_no_other(
+    server: RangeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, flags, row = pulled(server, tmp_path, capsys)
     models = cache / "models"
     (models / "0123" / "files").mkdir(parents=True)  # as a kill leaves it
     shutil.copytree(models / row["key"], models / "z-copy")
@@ -106,10 +114,7 @@ def test_a_model_that_cannot_be_used_hides_no_other(
 def test_damaged_files_of_a_model_are_verified_and_pulled_again(
     server: RangeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cache = tmp_path / "cache"
-    flags = ["--cache-dir", str(cache)]
-    assert main(["weights", "pull", server.url, *flags, "--layers", "0-0"]) == 0
-    (row,) = listed(cache, capsys)
+    cache, flags, row = pulled(server, tmp_path, capsys)
     with (cache / "models" / row["key"] / "files" / SHARD).open("r+b") as file:
         file.seek(20)
         file.write(b"\xff")
