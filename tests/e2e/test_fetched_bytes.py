@@ -14,16 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint, TensorEntry, stage_tensor_names
 from deploy import LocalProcess
 from stageline import Client
 from tests.e2e.commands import Shell, until_logged
+from tests.random_checkpoint import write_random_checkpoint
 from tests.range_server import Handler, RangeServer, Request, range_server
-from tests.zero_checkpoint import write_zero_checkpoint
 from weights.pieces import DEFAULT_TRANSFER
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.full]
@@ -56,15 +53,7 @@ CONFIG = {
 def model(tmp_path: Path) -> Path:
     """Random weights of 150 MB in three files."""
     directory = tmp_path / "model"
-    directory.mkdir()
-    write_zero_checkpoint(directory, CONFIG, num_shards=3)
-    entries = Checkpoint.open(directory).tensors
-    for file in {entry.file for entry in entries.values()}:
-        shapes = {name: entry.shape for name, entry in entries.items() if entry.file == file}
-        weights = {name: 0.05 * torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-        save_file(weights, directory / file)
-    for path in MODEL_DIRECTORY.glob("tokenizer*"):
-        shutil.copy(path, directory)
+    write_random_checkpoint(directory, CONFIG, num_shards=3)
     return directory
 
 

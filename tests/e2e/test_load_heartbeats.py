@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -12,15 +11,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from builtin_model import MODEL_DIRECTORY
-from checkpoint import Checkpoint, DType
+from checkpoint import DType
 from tests.integration import doubles
 from tests.integration.doubles import CoordinatorDouble, WorkerLink
 from tests.integration.stage_bench import assign_message, new_assignment
-from tests.zero_checkpoint import write_zero_checkpoint
+from tests.random_checkpoint import write_random_checkpoint
 from wire.ids import StageRole
 
 pytestmark = pytest.mark.full
@@ -51,14 +47,7 @@ CONFIG = {
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """Random weights of 500 MB."""
-    assert write_zero_checkpoint(tmp_path, CONFIG, num_shards=2) > 480e6
-    entries = Checkpoint.open(tmp_path).tensors
-    for file in {entry.file for entry in entries.values()}:
-        shapes = {name: entry.shape for name, entry in entries.items() if entry.file == file}
-        weights = {name: 0.05 * torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-        save_file(weights, tmp_path / file)
-    for path in MODEL_DIRECTORY.glob("tokenizer*"):
-        shutil.copy(path, tmp_path)
+    assert write_random_checkpoint(tmp_path, CONFIG, num_shards=2) > 480e6
     return tmp_path
 
 
