@@ -18,6 +18,7 @@ from checkpoint.errors import BadConfig, UnsupportedModel
 from checkpoint.family_rules import (
     Architecture,
     BiasKeys,
+    Clamp,
     EmbeddingScale,
     ExpertRule,
     NormRule,
@@ -256,7 +257,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         has_sinks=True,
         biases=BiasKeys(qkv_default=True, default=True),
         norms=NormRule(kind=NormKind.RMS_WIDE),
-        experts=ExpertRule(width_key="intermediate_size", has_bias=True, has_clamp=True),
+        experts=ExpertRule(width_key="intermediate_size", has_bias=True, clamp=Clamp.SCALED),
         defaults={"sliding_window": 128},
         fixed={"hidden_act": "silu"},
         same={"experts_per_token": ("num_experts_per_tok",), "initial_context_length": _ORIGINAL_LENGTH},

@@ -140,9 +140,9 @@ class Indexer:
 
     A token has a key of `head_dim` elements, projected from the layer's input and normalised by `norm`. A
     query has `num_heads` queries of the same width, projected from its latent. The first `Latent.rope_dim`
-    elements of keys and queries are rotated by `Latent.rope`, with pairs side by side if `is_interleaved`.
-    The score is the sum over the heads of max(0, query * key), each times a weight which is another
-    projection of the layer's input.
+    elements of keys and queries, or the last ones if it `rotates_end`, are rotated by `Latent.rope`, with
+    pairs side by side if `is_interleaved`. The score is the sum over the heads of max(0, query * key), each
+    times a weight which is another projection of the layer's input.
 
     Source: DeepSeek-AI 2025, DeepSeek-V3.2-Exp, section 2.1 (lightning indexer); transformers'
     DeepseekV32Indexer, whose constant factors are left out: they do not change the order.
@@ -152,11 +152,16 @@ class Indexer:
     head_dim: int
     norm: Norm
     is_interleaved: bool = False
+    rotates_end: bool = False
 
     @property
     def q_size(self) -> int:
         """Width of the queries of all heads."""
         return self.num_heads * self.head_dim
+
+    def rotated(self, rope_dim: int) -> slice:
+        """The elements of a key or query that are rotated."""
+        return slice(self.head_dim - rope_dim, None) if self.rotates_end else slice(rope_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +175,8 @@ class Latent:
     projected through a normed latent of their own. `norm` normalises both latents. Scores are multiplied by
     `scale`. `has_bias`: the projections to latents, and the one of the output, have biases. `is_split`: files
     have a matrix [kv_rank, nope_dim] of each head for its keys and one [value_dim, kv_rank] for its values,
-    and not all of them in one, [heads * (nope_dim + value_dim), kv_rank].
+    and not all of them in one, [heads * (nope_dim + value_dim), kv_rank]. `has_sinks`: see `Attention`. With
+    `has_output_gate`, the output is multiplied by the sigmoid of a projection of the layer's input.
 
     With `top_k`, a query attends to that many tokens only, if it may see more: those that `indexer` chooses
     or, without one, those that the last layer with one has chosen. An indexer needs `query_rank`.
@@ -190,6 +196,8 @@ class Latent:
     query_growth: QueryGrowth | None = None
     has_bias: bool = False
     is_split: bool = False
+    has_sinks: bool = False
+    has_output_gate: bool = False
     top_k: int | None = None
     indexer: Indexer | None = None
 
@@ -239,9 +247,9 @@ Mixer = Attention | Latent | Compressed | Recurrent | NoMixer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClampedSwiGlu:
-    """up * gate * sigmoid(alpha * gate), of gates up to `limit` and ups from -limit to limit.
+    """(up + offset) * gate * sigmoid(alpha * gate), of gates up to `limit` and ups from -limit to limit.
 
-    `offset` is added to ups within their limits. Source: gpt-oss, torch/model.py, swiglu.
+    Source: gpt-oss, torch/model.py, swiglu; with `alpha` 1 and `offset` 0 transformers' HYV4Experts.
     """
 
     alpha: float
@@ -380,13 +388,6 @@ class LayerPlan:
     has_scale: bool = False
     weights: WeightFormat | None = None
     connection: HyperConnection | None = None
-
-    def __post_init__(self) -> None:
-        if self.connection is not None:
-            is_plain = self.placement is Placement.BEFORE and self.residual_scale == 1.0
-            assert is_plain and not self.has_scale and self.beside is None, (
-                "streams of a layer with other residuals"
-            )
 
     @property
     def num_streams(self) -> int:

@@ -184,7 +184,7 @@ def _experts(row: Architecture) -> list[str]:
     words = [f"experts in layers: {rule.layers.value}", f"router scores: {rule.score.value}"]
     words += [f"groups ranked by {rule.group_score.value}"] if rule.has_groups else []
     is_shared = rule.shared_width_key is not None or rule.shared_count_key is not None
-    words += ["clamped SwiGLU"] if rule.has_clamp or rule.has_limit else []
+    words += ["clamped SwiGLU"] if rule.clamp is not None else []
     words += ["experts of the first layers by a table of tokens"] if rule.has_hashes else []
     words += [] if rule.is_gated else ["experts without gate"]
     words += [f"experts on latents if {rule.latent_key}"] if rule.latent_key else []
@@ -200,7 +200,9 @@ def _latent(row: Architecture) -> list[str]:
         is_rotated = row.latent is None or row.latent.is_rotated
         return ["latent attention" if is_rotated else "latent attention without rotary embeddings"]
     words = ["latent attention to tokens that an indexer chooses"]
-    return [*words, "layers may share a choice"] if rule.can_share else words
+    words += ["layers may share a choice"] if rule.can_share else []
+    words += ["attention sinks"] if row.latent is not None and row.latent.has_sinks else []
+    return words + (["gates of attention's output"] if row.latent and row.latent.has_output_gate else [])
 
 
 def _mamba(row: Architecture) -> list[str]:
@@ -240,11 +242,11 @@ _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {
     "is_compressed": lambda row: [
         "attention to a window of shared keys, and to entries of earlier tokens",
         "output projected by groups of heads",
-        "hyper-connections of hc_mult residual streams",
     ],
     "mamba": _mamba,
     "width_key": lambda row: [f"width of the MLP: {row.width_key}"],
     "has_output_gate": lambda row: ["gates of attention's output"],
+    "streams": lambda row: [] if row.streams is None else [row.streams.value],
     "aliases": lambda row: [f"also named {name}" for name in sorted(row.aliases)],
     "global_head_dim": lambda row: [
         "other KV heads and head width with full attention",

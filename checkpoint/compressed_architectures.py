@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from checkpoint.blueprint import NormKind, RouterScore
-from checkpoint.family_rules import Architecture, ExpertRule, NormRule
+from checkpoint.family_rules import Architecture, Clamp, ExpertRule, NormRule, Streams
 from checkpoint.names import NameTable, Pack, TensorRole
 from checkpoint.rope_config import RopeRule
 
@@ -80,6 +80,7 @@ COMPRESSED_ARCHITECTURES: tuple[Architecture, ...] = (
         rope=RopeRule(is_interleaved=True, partial=64 / 512),
         norms=NormRule(kind=NormKind.RMS_WIDE),
         is_compressed=True,
+        streams=Streams.BALANCED,
         experts=ExpertRule(
             count_keys=("n_routed_experts",),
             score=RouterScore.SQRT_SOFTPLUS,
@@ -88,7 +89,8 @@ COMPRESSED_ARCHITECTURES: tuple[Architecture, ...] = (
             is_wide=True,
             shared_count_key="n_shared_experts",
             shared_count=1,
-            has_limit=True,
+            clamp=Clamp.PLAIN,
+            clamps_shared=True,
             has_hashes=True,
         ),
         defaults={

@@ -10,7 +10,6 @@ from checkpoint.config_fields import RawConfig, natural_int, optional_float, pos
 from checkpoint.errors import BadConfig, UnsupportedModel
 from checkpoint.family_rules import Architecture
 from checkpoint.rope_config import FULL, RopeConfig, RopeKind, parse_ropes
-from checkpoint.streams import HyperConnection, WeightedCollapse
 
 _SLIDING, _SPARSE, _HEAVY = (
     "sliding_attention",
@@ -151,16 +150,3 @@ def _partial(raw: RawConfig) -> float:
             f" with heads of {head_dim}"
         )
     return partial
-
-
-def parse_streams(raw: RawConfig) -> tuple[HyperConnection, WeightedCollapse]:
-    """Return the residual streams of all layers, and their end. Raises BadConfig."""
-    num_streams, gate_eps = positive_int(raw, "hc_mult"), positive_float(raw, "hc_eps")
-    norm_eps = positive_float(raw, "rms_norm_eps")
-    connection = HyperConnection(
-        num_streams=num_streams,
-        norm_eps=norm_eps,
-        gate_eps=gate_eps,
-        mixing_rounds=positive_int(raw, "hc_sinkhorn_iters"),
-    )
-    return connection, WeightedCollapse(num_streams=num_streams, norm_eps=norm_eps, gate_eps=gate_eps)

@@ -23,7 +23,7 @@ from checkpoint.blueprint import (
     QkNorm,
     QueryGrowth,
 )
-from checkpoint.compressed_config import parse_compressed_layers, parse_streams
+from checkpoint.compressed_config import parse_compressed_layers
 from checkpoint.config_fields import (
     RawConfig,
     flag,
@@ -56,6 +56,7 @@ from checkpoint.quantization_config import parse_quantization
 from checkpoint.recurrent import Mamba2
 from checkpoint.recurrent_config import parse_block_mixers, parse_recurrent, parse_recurrent_layers
 from checkpoint.rope_config import FULL, SLIDING, parse_query_growth, parse_ropes
+from checkpoint.stream_config import parse_collapse, parse_connection
 from checkpoint.wrappers import text_config
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
@@ -80,14 +81,14 @@ def parse_config(
     _refuse_contradictions(raw, row)
     layers = _parse_layers(raw, row)
     hidden_size = positive_int(raw, "hidden_size")
-    caps = row.scales.has_caps
+    caps, final_norm = row.scales.has_caps, _parse_norm(raw, row)
     return Blueprint(
         model_type=row.model_type,
         hidden_size=hidden_size,
         vocab_size=positive_int(raw, "vocab_size"),
         max_position_embeddings=positive_int(raw, "max_position_embeddings"),
         layers=layers,
-        final_norm=_parse_norm(raw, row),
+        final_norm=final_norm,
         tie_word_embeddings=flag(raw, "tie_word_embeddings", default=row.is_tied),
         dtype=parse_dtype(raw, stored_dtype),
         legal_cuts=frozenset(number for number in range(1, len(layers)) if _may_begin(layers[number])),
@@ -97,7 +98,7 @@ def parse_config(
         embedding_scale=_parse_embedding_scale(raw, row, hidden_size),
         logit_scale=_parse_logit_scale(raw, row),
         logit_softcap=_cap(raw, "final_logit_softcapping", row.scales.logit_cap) if caps else None,
-        collapse=parse_streams(raw)[1] if row.is_compressed else None,
+        collapse=None if row.streams is None else parse_collapse(raw, final_norm.eps),
     )
 
 
@@ -161,16 +162,17 @@ def _parse_layers(raw: RawConfig, row: Architecture) -> tuple[LayerPlan, ...]:
     mixers = _parse_mixers(raw, row, num_layers)
     feed_forwards = _parse_feed_forwards(raw, row, num_layers)
     beside = _parse_beside(raw, row)
+    norm = _parse_norm(raw, row)
     plan = LayerPlan(
         mixer=mixers[0],
         beside=beside,
         row_scales=_parse_scales(raw, mixers[0], beside) if row.scales.has_row_scales else (),
         feed_forward=feed_forwards[0],
-        norm=_parse_norm(raw, row),
+        norm=norm,
         placement=row.norms.placement,
         residual_scale=positive_float(raw, "residual_multiplier", 1.0) if row.scales.has_multipliers else 1.0,
         has_scale=row.has_layer_scale,
-        connection=parse_streams(raw)[0] if row.is_compressed else None,
+        connection=None if row.streams is None else parse_connection(raw, row.streams, norm.eps),
     )
     return tuple(
         replace(plan, mixer=mixer, feed_forward=feed_forward)

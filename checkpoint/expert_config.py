@@ -8,7 +8,7 @@ from checkpoint.block_types import MOE, block_types
 from checkpoint.blueprint import Activation, ClampedSwiGlu, Dense, Experts, GroupScore, Norm, Router
 from checkpoint.config_fields import RawConfig, flag, natural_int, positive_float, positive_int, text
 from checkpoint.errors import BadConfig, UnsupportedModel
-from checkpoint.family_rules import ExpertRule, SparseLayers
+from checkpoint.family_rules import Clamp, ExpertRule, SparseLayers
 
 _MOST_EXPERTS = 1 << 17
 """Maximum number of experts of all layers together, far above any existing model."""
@@ -90,16 +90,17 @@ def parse_experts(raw: RawConfig, rule: ExpertRule, activation: Activation, norm
         )
     width = positive_int(raw, rule.width_key)
     shared = _shared_width(raw, rule, width)
-    inner = _limited(raw) if rule.has_limit else activation
+    inner = activation if rule.clamp is None else _clamped(raw, rule.clamp)
+    of_shared = inner if rule.clamps_shared else activation
     return Experts(
         count=count,
         per_token=per_token,
         width=width,
         router=router,
-        activation=_clamped(raw) if rule.has_clamp else inner,
+        activation=inner,
         is_gated=rule.is_gated,
         has_bias=rule.has_bias,
-        shared=None if shared == 0 else Dense(width=shared, activation=inner, is_gated=rule.is_gated),
+        shared=None if shared == 0 else Dense(width=shared, activation=of_shared, is_gated=rule.is_gated),
         has_shared_gate=shared > 0 and rule.has_shared_gate,
         branch_norm=norm if rule.has_branches else None,
         latent_width=_latent_width(raw, rule),
@@ -112,15 +113,12 @@ def _latent_width(raw: RawConfig, rule: ExpertRule) -> int | None:
     return positive_int(raw, rule.latent_key)
 
 
-def _clamped(raw: RawConfig) -> ClampedSwiGlu:
+def _clamped(raw: RawConfig, clamp: Clamp) -> ClampedSwiGlu:
+    if clamp is Clamp.PLAIN:
+        return ClampedSwiGlu(alpha=1.0, limit=positive_float(raw, "swiglu_limit"), offset=0.0)
     return ClampedSwiGlu(
         alpha=positive_float(raw, "swiglu_alpha", 1.702), limit=positive_float(raw, "swiglu_limit", 7.0)
     )
-
-
-def _limited(raw: RawConfig) -> ClampedSwiGlu:
-    """SiLU of limited gates, times limited ups."""
-    return ClampedSwiGlu(alpha=1.0, limit=positive_float(raw, "swiglu_limit"), offset=0.0)
 
 
 _DEFAULT_HASH_LAYERS = 3

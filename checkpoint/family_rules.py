@@ -113,6 +113,13 @@ class SparseLayers(Enum):
     INTERVAL = "every moe_layer_interval-th from moe_layer_start_index to moe_layer_end_index"
 
 
+class Clamp(Enum):
+    """Form of `ClampedSwiGlu`."""
+
+    SCALED = "with swiglu_alpha, and ups plus 1"
+    PLAIN = "silu(gate) * up"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRule:
     """How a family reads its mixture of experts.
@@ -123,10 +130,10 @@ class ExpertRule:
     (`shared_count` is its default); None: no shared expert. `has_groups`: n_group and topk_group are read,
     with `has_group_method` only if topk_method is "group_limited_greedy"; `group_score` ranks groups.
     `has_scaling`: routed_scaling_factor is read. `has_branches`: see `Experts.branch_norm`;
-    experts have scales, too. `has_bias`: experts and router have biases. `has_clamp`: swiglu_alpha and
-    swiglu_limit are read. `has_limit`: swiglu_limit is read, also for the shared expert. `is_gated`: see
-    `Dense`, also of the shared expert. Field `latent_key` is `Experts.latent_width`. `has_hashes`: layers are
-    hashed by mlp_layer_types, or the first num_hash_layers, see `Router`.
+    experts have scales, too. `has_bias`: experts and router have biases. `clamp` is the form of
+    `ClampedSwiGlu` whose limit field swiglu_limit is, with `clamps_shared` also of the shared expert.
+    `is_gated`: see `Dense`, also of the shared expert. Field `latent_key` is `Experts.latent_width`.
+    `has_hashes`: layers are hashed by mlp_layer_types, or the first num_hash_layers, see `Router`.
     """
 
     layers: SparseLayers = SparseLayers.ALL
@@ -148,8 +155,8 @@ class ExpertRule:
     has_shared_gate: bool = False
     has_branches: bool = False
     has_bias: bool = False
-    has_clamp: bool = False
-    has_limit: bool = False
+    clamp: Clamp | None = None
+    clamps_shared: bool = False
     has_hashes: bool = False
     is_gated: bool = True
     latent_key: str | None = None
@@ -157,26 +164,40 @@ class ExpertRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexRule:
-    """How a family reads its indexers. `is_interleaved`: see `Indexer`. `can_share`: some layers may use the
-    tokens that an earlier one has chosen, see `latent_config.parse_latent_layers`.
+    """How a family reads its indexers. `is_interleaved`, `rotates_end`: see `Indexer`. `can_share`: some
+    layers may use the tokens that an earlier one has chosen, see `latent_config.parse_latent_layers`. With
+    `has_eps`, the norm of keys has the epsilon of the model's norms.
     """
 
     is_interleaved: bool = False
+    rotates_end: bool = False
     can_share: bool = False
+    has_eps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentRule:
     """How a family reads its latent attention. `is_head_whole`: head_dim is the width of a whole query, of
     which partial_rotary_factor is rotated, and not the width of the rotated part. Without `is_rotated`,
-    nothing is, and head_dim is not read. `indexer`: layers choose the tokens of a query. `is_split`: see
-    `Latent`.
+    nothing is, and head_dim is not read. `indexer`: layers choose the tokens of a query. `is_split`,
+    `has_sinks`, `has_output_gate`: see `Latent`. Without `reads_kv_heads`, num_key_value_heads means nothing:
+    published configs have other numbers.
     """
 
     is_rotated: bool = True
     is_head_whole: bool = False
     is_split: bool = False
+    has_sinks: bool = False
+    has_output_gate: bool = False
+    reads_kv_heads: bool = True
     indexer: IndexRule | None = None
+
+
+class Streams(Enum):
+    """How a family mixes several residual streams; hc_mult and hc_eps are read."""
+
+    INDEPENDENT = "hc_mult residual streams, written with hc_magnitude"
+    BALANCED = "hc_mult residual streams, mixed in hc_sinkhorn_iters rounds"
 
 
 class RecurrentLayers(Enum):
@@ -236,7 +257,7 @@ class Architecture:
     is the field of the width of MLPs.
     `window_pattern`: every n-th layer has full attention if `Windows.PATTERN` is not given layer by layer.
     `title` names the models for people; None: the name of the class. `other_names` are tables of names
-    that some checkpoints have instead of `names`.
+    that some checkpoints have instead of `names`. `streams`: there are several residual streams.
     """
 
     model_type: str
@@ -271,6 +292,7 @@ class Architecture:
     has_kimi_delta: bool = False
     is_compressed: bool = False
     has_output_gate: bool = False
+    streams: Streams | None = None
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
     same: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)

@@ -5,10 +5,48 @@ from __future__ import annotations
 from dataclasses import replace
 
 from checkpoint.blueprint import GroupScore, RouterScore
-from checkpoint.family_rules import Architecture, ExpertRule, IndexRule, LatentRule, SparseLayers
-from checkpoint.names import STACKED_EXPERTS, renamed
+from checkpoint.family_rules import (
+    Architecture,
+    Clamp,
+    ExpertRule,
+    IndexRule,
+    LatentRule,
+    SparseLayers,
+    Streams,
+)
+from checkpoint.names import STACKED_EXPERTS, Pack, TensorRole, renamed
 from checkpoint.rope_config import RopeRule
 
+_HY_4_NAMES = replace(
+    renamed(
+        {TensorRole.OUTPUT_GATE: "self_attn.linear_gate"},
+        Pack(module="self_attn", roles=(TensorRole.SINKS,), kind="learnable_sink_param"),
+        Pack(module="hc_attn_layer.hc_pre.hc", roles=(TensorRole.MIXER_STREAMS,), has_kind=False),
+        Pack(module="hc_mlp_layer.hc_pre.hc", roles=(TensorRole.FFN_STREAMS,), has_kind=False),
+        *STACKED_EXPERTS,
+    ),
+    collapse="hc_head.hc_head_{kind}",
+    drafts_module="mtp_layers",
+    other_packs=(
+        Pack(module="mlp.linear_gate", roles=(TensorRole.GATE,)),
+        Pack(module="mlp.shared_experts.linear_gate", roles=(TensorRole.SHARED_GATE,)),
+        Pack(module="hc_pre.hc_attn_layer.hc", roles=(TensorRole.MIXER_STREAMS,), has_kind=False),
+        Pack(module="hc_pre.hc_mlp_layer.hc", roles=(TensorRole.FFN_STREAMS,), has_kind=False),
+    ),
+    other_collapse="hc_pre.hc_head.hc_head_{kind}",
+)
+"""Published names; the others are those of transformers' save_pretrained, which should restore the first."""
+_HY_4_SWITCHES: dict[str, object] = {
+    "enable_ihc": True,
+    "gated_mla": True,
+    "gating_type": "elementwise",
+    "learnable_sink": True,
+    "use_dsa": True,
+    "use_mla": True,
+}
+"""What published configs name, and transformers always computes."""
+_HY_4_KEYS = "enable_lm_head_fp32 bitwise_backward_align mtp_loss_factor learnable_sink_init"
+"""Of published configs, which change no token but by rounding: training, and the dtype of the head."""
 _MISTRAL_4_YARN = {
     "rope_type": "yarn",
     "factor": 128.0,
@@ -167,6 +205,43 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
             "index_n_heads": 32,
         },
         fixed=_SPARSE_FIXED | {"indexer_rope_interleave": True},
+    ),
+    Architecture(
+        model_type="hy_v4",
+        class_name="HYV4ForCausalLM",
+        title="Hy4",
+        keys=_keys(
+            f"{LATENT_KEYS} {ROUTED_KEYS} {_INDEX_KEYS} {_HY_4_KEYS} {' '.join(_HY_4_SWITCHES)}"
+            " mlp_layer_types indexer_types hc_mult hc_eps hc_magnitude swiglu_limit"
+        )
+        - {"first_k_dense_replace"},
+        names=_HY_4_NAMES,
+        latent=LatentRule(
+            indexer=IndexRule(rotates_end=True, can_share=True, has_eps=True),
+            has_sinks=True,
+            has_output_gate=True,
+            reads_kv_heads=False,
+        ),
+        streams=Streams.INDEPENDENT,
+        experts=replace(GROUPED_EXPERTS, layers=SparseLayers.LISTED, clamp=Clamp.PLAIN),
+        defaults=LATENT_SIZES
+        | {
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "routed_scaling_factor": 2.827,
+            "index_topk": 2048,
+            "index_n_heads": 16,
+            "index_head_dim": 128,
+            "index_topk_freq": 4,
+            "hc_mult": 4,
+            "hc_eps": 1e-6,
+            "hc_magnitude": 2.0,
+            "swiglu_limit": 10.0,
+        },
+        fixed=_HY_4_SWITCHES | {"hidden_act": "silu"},
     ),
     Architecture(
         model_type="mistral4",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from checkpoint.blueprint import Indexer, Latent, Norm, NormKind, QueryGrowth
-from checkpoint.config_fields import RawConfig, flag, natural_int, positive_int
+from checkpoint.config_fields import RawConfig, flag, natural_int, positive_float, positive_int
 from checkpoint.errors import BadConfig, UnsupportedModel
 from checkpoint.family_rules import Architecture, IndexRule, LatentRule
 from checkpoint.rope_config import FULL, RopeConfig, RopeKind, parse_query_growth, parse_ropes, yarn_mscale
@@ -64,15 +64,16 @@ def _own_indexers(raw: RawConfig, rule: IndexRule, num_layers: int) -> list[bool
     return [name == _FULL for name in listed]
 
 
-def _parse_indexer(raw: RawConfig, latent: Latent, rule: IndexRule) -> Latent:
-    """`latent` with its indexer."""
+def _parse_indexer(raw: RawConfig, latent: Latent, rule: IndexRule, eps: float) -> Latent:
+    """`latent` with its indexer; `eps` is that of the model's norms."""
     if latent.query_rank is None:
         raise BadConfig("config field 'q_lora_rank' is null, but the indexer projects latents of queries")
     indexer = Indexer(
         num_heads=positive_int(raw, "index_n_heads"),
         head_dim=positive_int(raw, "index_head_dim"),
-        norm=Norm(kind=NormKind.LAYER, eps=_LATENT_EPS, has_bias=True),
+        norm=Norm(kind=NormKind.LAYER, eps=eps if rule.has_eps else _LATENT_EPS, has_bias=True),
         is_interleaved=rule.is_interleaved,
+        rotates_end=rule.rotates_end,
     )
     if indexer.head_dim < latent.rope_dim:
         raise BadConfig(
@@ -88,7 +89,8 @@ def parse_latent(raw: RawConfig, row: Architecture, rule: LatentRule) -> Latent:
     Raises BadConfig, and UnsupportedModel for grouped keys.
     """
     num_heads = positive_int(raw, "num_attention_heads")
-    if (kv_heads := positive_int(raw, "num_key_value_heads", num_heads)) != num_heads:
+    kv_heads = positive_int(raw, "num_key_value_heads", num_heads)
+    if kv_heads != num_heads and rule.reads_kv_heads:
         raise UnsupportedModel(
             f"config field 'num_key_value_heads' = {kv_heads} is not supported with latent attention, only"
             f" num_attention_heads {num_heads} is"
@@ -108,10 +110,13 @@ def parse_latent(raw: RawConfig, row: Architecture, rule: LatentRule) -> Latent:
         query_growth=None if growth is None else QueryGrowth(beta=growth[0], original_length=growth[1]),
         has_bias=flag(raw, "attention_bias", default=False),
         is_split=rule.is_split,
+        has_sinks=rule.has_sinks,
+        has_output_gate=rule.has_output_gate,
     )
     _check_widths(raw, latent, rule)
     if rule.indexer is not None:
-        latent = _parse_indexer(raw, latent, rule.indexer)
+        eps = positive_float(raw, row.norms.eps_key)
+        latent = _parse_indexer(raw, latent, rule.indexer, eps)
     rope = _parse_rope(raw, row, latent, rule) if rule.is_rotated else None
     return replace(latent, rope=rope, scale=_scale(latent, rope))
 

@@ -38,6 +38,7 @@ class TensorRole(Enum):
     ENTRY_NORM = "norm of entries"
     O_GROUPS = "output of groups of heads"
     SINKS = "attention sinks"
+    OUTPUT_GATE = "gates of latent attention's output"
     DELTA_QKV = "queries, keys and values of the delta rule"
     DELTA_Z = "gates of the delta rule's output"
     DELTA_B = "strengths of the delta rule's updates"
@@ -115,6 +116,7 @@ _USUAL_MODULES = {
     TensorRole.ENTRY_NORM: "self_attn.compressor.norm",
     TensorRole.O_GROUPS: "self_attn.o_a_proj",
     TensorRole.SINKS: "self_attn",
+    TensorRole.OUTPUT_GATE: "self_attn.gate_proj",
     TensorRole.DELTA_QKV: "linear_attn.in_proj_qkv",
     TensorRole.DELTA_Z: "linear_attn.in_proj_z",
     TensorRole.DELTA_B: "linear_attn.in_proj_b",
@@ -219,9 +221,10 @@ class NameTable:
     """Disk names of one family. `packs` are the modules that are not named as usual.
 
     All names but the head's begin with `prefix`, which a wrapper of several modalities makes longer. Tensors
-    that begin with one of `ignored` belong to other modalities. Files may have all `other_packs` instead of
-    the modules of their roles, see `as_in`. `collapse` is the name of tensor `{kind}` of the collapse of
-    residual streams.
+    that begin with one of `ignored` belong to other modalities. Draft layers are in `drafts_module`, by
+    default after the last layer. `collapse` is the name of tensor `{kind}` of the collapse of residual
+    streams. Files may have all `other_packs`, and `other_collapse`, instead of the modules of their roles,
+    see `as_in`.
     """
 
     prefix: str = "model."
@@ -229,17 +232,20 @@ class NameTable:
     embeddings_module: str = "embed_tokens"
     final_norm_module: str = "norm"
     layers_module: str = "layers"
+    drafts_module: str | None = None
     collapse: str = "hc_head.hc_{kind}"
     packs: tuple[Pack, ...] = ()
     ignored: tuple[str, ...] = ()
     other_packs: tuple[Pack, ...] = ()
+    other_collapse: str | None = None
 
     def as_in(self, tensors: Container[str], num_layers: int) -> NameTable:
         """The names that files with `tensors` have."""
         names = (pack.tensor("weight", None) for pack in self.other_packs)
         if not any(self.in_layer(layer, name) in tensors for name in names for layer in range(num_layers)):
             return self
-        return replace(self, packs=(*self.other_packs, *self.packs))
+        collapse = self.other_collapse or self.collapse
+        return replace(self, packs=(*self.other_packs, *self.packs), collapse=collapse)
 
     @property
     def embeddings(self) -> str:

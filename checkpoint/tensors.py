@@ -41,7 +41,10 @@ RoleShapes = dict[tuple[TensorRole, str], tuple[int, ...]]
 """
 _MLP = (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN)
 _SHARED_MLP = (TensorRole.SHARED_GATE, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN)
-_LATENT = (TensorRole.Q_DOWN, TensorRole.Q_UP, TensorRole.KV_DOWN, TensorRole.KV_UP)
+_LATENT = (
+    *(TensorRole.Q_DOWN, TensorRole.Q_UP, TensorRole.KV_DOWN, TensorRole.KV_UP),
+    TensorRole.OUTPUT_GATE,
+)
 _INDEX = (TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT)
 _DELTA = (TensorRole.DELTA_QKV, TensorRole.DELTA_Z, TensorRole.DELTA_B, TensorRole.DELTA_A)
 _KDA_DOWN = (TensorRole.KDA_DECAY_DOWN, TensorRole.KDA_GATE_DOWN)
@@ -154,6 +157,10 @@ def _latent(latent: Latent, hidden_size: int) -> RoleShapes:
     if latent.indexer is not None:
         assert rank is not None, "an indexer without latents of queries"
         shapes |= _indexer(latent.indexer, rank, hidden_size)
+    if latent.has_sinks:
+        shapes[TensorRole.SINKS, SINKS_KIND] = (latent.num_heads,)
+    if latent.has_output_gate:
+        shapes |= _projection(TensorRole.OUTPUT_GATE, latent.o_size, hidden_size, bias=False)
     return shapes | _projection(TensorRole.O, hidden_size, latent.o_size, bias=bias)
 
 
@@ -584,8 +591,11 @@ def _is_harmless(config: Blueprint, name: str) -> bool:
 
 def draft_prefixes(config: Blueprint) -> tuple[str, ...]:
     """Prefixes of the tensors of draft layers."""
+    names = config.names
+    if names.drafts_module is not None:
+        return (f"{names.prefix}{names.drafts_module}.",) if config.num_draft_layers else ()
     drafts = range(config.num_layers, config.num_layers + config.num_draft_layers)
-    return tuple(config.names.in_layer(layer, "") for layer in drafts)
+    return tuple(names.in_layer(layer, "") for layer in drafts)
 
 
 def _listed(names: list[str]) -> str:

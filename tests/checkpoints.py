@@ -77,7 +77,8 @@ def load_reference(directory: Path) -> PreTrainedModel:
     """The checkpoint as a transformers model in its own dtype, for comparison."""
     config = json.loads((directory / "config.json").read_text())
     # Of transformers' implementations, only the eager one limits scores and has sinks.
-    is_eager = config.get("attn_logit_softcapping") or config["model_type"] in ("gpt_oss", "deepseek_v4")
+    families = ("gpt_oss", "deepseek_v4", "hy_v4")
+    is_eager = config.get("attn_logit_softcapping") or config["model_type"] in families
     attention = "eager" if is_eager else "sdpa"
     family = Mistral4ForCausalLM if config["model_type"] == "mistral4" else AutoModelForCausalLM
     model: PreTrainedModel = family.from_pretrained(directory, attn_implementation=attention)

@@ -273,6 +273,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         | {"beta_fast": 0.5, "beta_slow": 0.03125},
     },
+    "hy_v4": _LATENT
+    | _INDEX
+    | {
+        "n_routed_experts": 16,
+        "n_group": 2,
+        "topk_group": 1,
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
+        "indexer_types": ["full", "full", "shared", "full", "full"],
+        "attention_bias": True,
+        "hc_mult": 3,
+        "hc_eps": 0.05,
+        "hc_magnitude": 1.5,
+        "swiglu_limit": 1.5,
+        "seed": 1,
+    }
+    | _THETA,
     "glm4_moe_lite": _LATENT
     | {
         "n_routed_experts": 16,
@@ -430,6 +446,7 @@ BLOCK_KINDS = (
     *(
         "glm_moe_dsa",
         "deepseek_v4",
+        "hy_v4",
         "kimi_linear",
         "granitemoehybrid",
         "nemotron_h+latent",

@@ -549,7 +549,8 @@ def _mixer_elements(mixer: Mixer) -> int:
         down = 2 * (mixer.query_rank or 0) + 2 * mixer.page_shape.width
         # Queries of an indexer are in the run dtype and in float32.
         index = 0 if mixer.indexer is None else 3 * (mixer.indexer.q_size + mixer.indexer.head_dim)
-        return down + 2 * mixer.q_size + absorbed + 2 * mixer.o_size + index
+        gates = 2 * mixer.o_size if mixer.has_output_gate else 0
+        return down + 2 * mixer.q_size + absorbed + 2 * mixer.o_size + gates + index
     if isinstance(mixer, Compressed):
         return _compressed_elements(mixer)
     gates = mixer.q_size if mixer.has_output_gate else 0

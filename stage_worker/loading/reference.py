@@ -258,8 +258,18 @@ class StreamedLayer:
     def output(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         """Hidden states after the layer, [2, n, width] as `hidden`, of texts of `lengths`."""
         plan = self.plan
-        if plan.connection is not None:
-            return self._output_of_streams(hidden, plan.connection, lengths)
+        if plan.connection is None:
+            hidden = self._output_of_one(hidden, lengths)
+        else:
+            hidden = self._output_of_streams(hidden, plan.connection, lengths)
+        if not plan.has_scale:
+            return hidden
+        scale = self.model.vector(self.places[TensorRole.LAYER_SCALE, LAYER_SCALE_KIND, None])
+        return self.model.rounded(hidden * scale)
+
+    def _output_of_one(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """One residual stream after the layer."""
+        plan = self.plan
         normed = self.normed(hidden, TensorRole.MIXER_NORM)
         if not isinstance(plan.mixer, NoMixer):
             hidden = self._added(hidden, self._mixed(normed, lengths), TensorRole.MIXER_OUT_NORM)
@@ -268,22 +278,20 @@ class StreamedLayer:
         if not isinstance(inner := plan.known_feed_forward, NoFeedForward):
             fed = StreamedFeedForward(self, inner)(normed, hidden)
             hidden = self._added(hidden, fed, TensorRole.FFN_OUT_NORM)
-        if not plan.has_scale:
-            return hidden
-        scale = self.model.vector(self.places[TensorRole.LAYER_SCALE, LAYER_SCALE_KIND, None])
-        return self.model.rounded(hidden * scale)
+        return hidden
 
     def _output_of_streams(self, streams: Tensor, plan: HyperConnection, lengths: Sequence[int]) -> Tensor:
         """Several residual streams [2, n, num_streams * width] after the layer."""
         if not isinstance(self.plan.mixer, NoMixer):
             connection = self._connection(TensorRole.MIXER_STREAMS, plan, streams)
             x = self.normed(connection.row(), TensorRole.MIXER_NORM)
-            streams = connection.with_result(self._mixed(x, lengths))
+            streams = connection.with_result(self.plan.residual_scale * self._mixed(x, lengths))
         if not isinstance(inner := self.plan.known_feed_forward, NoFeedForward):
             connection = self._connection(TensorRole.FFN_STREAMS, plan, streams)
             row = connection.row()
             x = self.normed(row, TensorRole.FFN_NORM)
-            streams = connection.with_result(StreamedFeedForward(self, inner)(x, row))
+            fed = StreamedFeedForward(self, inner)(x, row)
+            streams = connection.with_result(self.plan.residual_scale * fed)
         return streams
 
     def _connection(self, role: TensorRole, plan: HyperConnection, streams: Tensor) -> StreamedConnection:
@@ -412,7 +420,11 @@ class StreamedLayer:
             keys, values = self._expanded(c[:, :, 0], mixer)
             keys = torch.cat((keys, k.expand(-1, -1, mixer.num_heads, -1)), dim=-1)
             mixed.append(self._mix(self._grown(q, mixer), keys, values, mixer, hidden))
-        return self.projected(torch.cat(mixed, 1), TensorRole.O)
+        output = torch.cat(mixed, 1)
+        if mixer.has_output_gate:
+            gate = self.model.rounded(self.projected(x, TensorRole.OUTPUT_GATE).sigmoid())
+            output = self.model.rounded(output * gate)
+        return self.projected(output, TensorRole.O)
 
     def _expanded(self, latents: Tensor, mixer: Latent) -> tuple[Tensor, Tensor]:
         """Keys and values [2, n, heads, width] of `latents` [2, n, kv_rank]."""
@@ -432,12 +444,14 @@ class StreamedLayer:
         heads = self.projected(latents, TensorRole.INDEX_Q).view(*x.shape[:2], indexer.num_heads, -1)
         keys = self.normed(self.projected(x, TensorRole.INDEX_K), TensorRole.INDEX_K_NORM, indexer.norm)
         weights = self.model.exact_products(x, self.places[TensorRole.INDEX_WEIGHT, "weight", None])
-        rope = replace(rope, width=mixer.rope_dim, is_interleaved=indexer.is_interleaved)
+        rope = replace(rope, is_interleaved=indexer.is_interleaved)
         found: _Masks = [None] * len(lengths)
         rows = (part.split_with_sizes(list(lengths), dim=1) for part in (heads, keys[:, :, None], weights))
         for index, (q, k, w) in enumerate(zip(*rows, strict=True)):
             if lengths[index] > count:
-                scores = self._rotated(q, rope).transpose(1, 2) @ self._rotated(k, rope).permute(0, 2, 3, 1)
+                for turning in (x[..., indexer.rotated(mixer.rope_dim)] for x in (q, k)):
+                    turning.copy_(self._rotated(turning, rope))
+                scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
                 total = (w.transpose(1, 2)[..., None] * scores.relu()).sum(1)
                 found[index] = ~is_among(total + torch.full_like(total, -math.inf).triu(1), count)[:, None]
         return found
@@ -507,7 +521,7 @@ class StreamedLayer:
         if mixer.softcap is not None:
             scores = _limited(scores, mixer.softcap)
         scores = scores.masked_fill(is_hidden if hidden is None else is_hidden | hidden, -math.inf)
-        if isinstance(mixer, Attention) and mixer.has_sinks:
+        if mixer.has_sinks:
             sinks = self.model.vector(self.places[TensorRole.SINKS, SINKS_KIND, None])
             scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
         weights = self.model.rounded(scores.softmax(dim=-1)[..., :num_tokens])

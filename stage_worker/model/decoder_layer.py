@@ -328,6 +328,8 @@ class DecoderLayer:
             self._ffn_norm = _unchanged  # both branches norm the residual themselves
         has_norm = self._ffn_norm is not _unchanged and not self._is_shared
         self._norm_of_sum = self._ffn_norm if has_norm else None
+        is_usual = plan.placement is Placement.BEFORE and plan.beside is None
+        assert plan.connection is None or is_usual, "streams of a layer with other residuals"
         self._read = {
             role: connection_of(plan.connection, tensors)
             for role, tensors in weights.streams.items()
@@ -345,23 +347,25 @@ class DecoderLayer:
         `m` is at least the step's number of tokens: further rows are computed without attention. A mixer
         beside attention has the second of the `memories`.
         """
-        if self._read:
-            return self._output_of_streams(hidden, *memories)
-        output = self._output(hidden, *memories)
+        output = self._output_of_streams(hidden, *memories) if self._read else self._output(hidden, *memories)
         return output if self._scale is None else output.mul_(self._scale)
 
     def _output_of_streams(self, streams: Tensor, memory: LayerMemory) -> Tensor:
         """`forward` of several residual streams [m, num_streams * hidden_size]."""
         if self._mix is not None and self._o is not None:
             x, weights = self._read[TensorRole.MIXER_STREAMS](streams)
-            streams = written(streams, self._o(self._mix(self._mixer_norm(x), memory)), weights)
+            mixed = self._o(self._mix(self._mixer_norm(x), memory))
+            streams = written(streams, self._scaled(mixed), weights)
         if self._feed_forward is not None:
             x, weights = self._read[TensorRole.FFN_STREAMS](streams)
             feed_forward = self._feed_forward_in(memory.step)
             assert feed_forward is not None, "a layer without a feed-forward"
             fed = feed_forward(self._ffn_norm(x), memory.step.num_tokens)
-            streams = written(streams, fed, weights)
+            streams = written(streams, self._scaled(fed), weights)
         return streams
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self._residual_scale == 1.0 else x * self._residual_scale
 
     def _output(self, hidden: Tensor, memory: LayerMemory, *beside: LayerMemory) -> Tensor:
         """`forward` without the scale of the layer, as a new tensor."""

@@ -61,8 +61,9 @@ def _clamped(plan: ClampedSwiGlu) -> Function:
     def gate(gate_up: Tensor) -> Tensor:
         first, second = gate_up.chunk(2, dim=-1)
         first, second = first.clamp(max=plan.limit), second.clamp(-plan.limit, plan.limit)
-        activated = (first * plan.alpha).sigmoid_().mul_(first)
-        return activated.mul_(second.add_(plan.offset))
+        if (plan.alpha, plan.offset) == (1.0, 0.0):
+            return silu(first).mul_(second)
+        return (first * plan.alpha).sigmoid_().mul_(first).mul_(second.add_(plan.offset))
 
     return gate
 

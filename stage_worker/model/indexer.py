@@ -62,7 +62,7 @@ class TokenIndexer:
     def __init__(self, mixer: Latent, weights: IndexerWeights, norm: NormWeights, kernels: Kernels) -> None:
         """Packed weights replace the given ones."""
         assert mixer.indexer is not None, "a layer without an indexer"
-        self._plan, self._rope_dim = mixer.indexer, mixer.rope_dim
+        self._plan, self._rotated = mixer.indexer, mixer.indexer.rotated(mixer.rope_dim)
         products = kernels.layer_products
         self._query = project(weights.query, None, products)
         self._key = project(weights.key, None, products)
@@ -72,14 +72,14 @@ class TokenIndexer:
     def keys(self, normed: Tensor, rotary: RotaryTable) -> Tensor:
         """Rotated keys [n, head_dim] of the n tokens of `rotary`, for the layer's input `normed`."""
         keys = self._key_norm(self._key(normed))[: len(rotary.cos), None]
-        rotate_(keys[..., : self._rope_dim], rotary.cos, rotary.sin)
+        rotate_(keys[..., self._rotated], rotary.cos, rotary.sin)
         return keys[:, 0]
 
     def queries(self, normed: Tensor, latents: Tensor, rotary: RotaryTable) -> IndexQueries:
         """Rotated queries of the n tokens of `rotary`, for `normed` and the `latents` of queries."""
         num_tokens = len(rotary.cos)
         heads = self._query(latents)[:num_tokens].view(num_tokens, self._plan.num_heads, -1)
-        rotate_(heads[..., : self._rope_dim], rotary.cos, rotary.sin)
+        rotate_(heads[..., self._rotated], rotary.cos, rotary.sin)
         weights = linear(normed[:num_tokens].to(torch.float32), self._weight.to(torch.float32))
         return IndexQueries(heads.to(torch.float32), weights)
 

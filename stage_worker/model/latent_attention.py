@@ -108,6 +108,8 @@ class LatentAttention:
             self._query_norm = row_norm(mixer.norm, norms[TensorRole.Q_LATENT_NORM])
         self._query = project(weights.query, None, products)
         self._latent = project(weights.latent, weights.latent_bias, products)
+        self._gate = None if weights.gate is None else project(weights.gate, None, products)
+        self._sinks = None if weights.sinks is None else weights.sinks.float()
         self._latent_norm = row_norm(mixer.norm, norms[TensorRole.KV_LATENT_NORM])
         # Products by parts of one tensor are slow.
         self._to_keys, self._to_values = weights.keys.contiguous(), weights.values.contiguous()
@@ -144,7 +146,8 @@ class LatentAttention:
         for number, ((begin, end), prefill) in enumerate(prefills):
             chosen = self._restricted(prefill, number, kv)
             self._prefill(query[begin:end], fresh[begin:end, 0], mixed[begin:end], chosen, kv)
-        return mixed.view(num_rows, -1)
+        mixed = mixed.view(num_rows, -1)
+        return mixed if self._gate is None else mixed.mul_(self._gate(normed).sigmoid_())
 
     def _latents_of_queries(self, normed: Tensor) -> Tensor:
         """[m, query_rank], or `normed` itself without such latents."""
@@ -202,7 +205,8 @@ class LatentAttention:
         chosen = query if view.rows is None else query.index_select(0, view.rows)
         rows, mask = self._visible(view, kv, tokens)
         # Shared keys are mixed, too: bfloat16 products on a CPU would copy rows without them.
-        found = decode_products(self._absorbed(chosen)[None], rows, rows, mask, self._mixer)
+        absorbed = self._absorbed(chosen)[None]
+        found = decode_products(absorbed, rows, rows, mask, self._mixer, self._sinks)
         values = self._values(found[0, ..., : self._mixer.kv_rank])
         if view.rows is None:
             mixed[: len(values)].copy_(values)
@@ -225,7 +229,7 @@ class LatentAttention:
         """Fill `rows` of `mixed` (None: all), absorbed."""
         chosen = query if rows is None else query.index_select(0, rows)
         latents = chosen.new_empty(len(chosen), self._mixer.num_heads, self._mixer.kv_rank)
-        attend_in_pages(self._absorbed(chosen), latents, work, self._mixer, kv)
+        attend_in_pages(self._absorbed(chosen), latents, work, self._mixer, kv, self._sinks)
         if rows is None:
             mixed[: len(chosen)].copy_(self._values(latents))
         else:
@@ -246,7 +250,8 @@ class LatentAttention:
         rank = self._mixer.kv_rank
         absorbed = self._absorbed(query).transpose(0, 1)[None]
         found = query.new_empty(1, self._mixer.num_heads, len(query), rank)
-        prefill_products(absorbed, rows[None], rows[None, :, :rank], view, self._mixer, found)
+        keys, values = rows[None], rows[None, :, :rank]
+        prefill_products(absorbed, keys, values, view, self._mixer, found, self._sinks)
         mixed.copy_(self._values(found[0].transpose(0, 1)))
 
     def _prefill_expanded(self, query: Tensor, rows: Tensor, mixed: Tensor, view: PrefillView) -> None:
@@ -262,7 +267,9 @@ class LatentAttention:
             )
             keys = torch.cat((keys, shared[:, None].expand(-1, keys.shape[1], -1)), dim=2)
             by_query, target = (x[:, heads].transpose(0, 1)[:, None] for x in (query, mixed))
-            prefill_products(by_query, keys.transpose(0, 1), values.transpose(0, 1), view, mixer, target)
+            sinks = None if self._sinks is None else self._sinks[heads]
+            keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+            prefill_products(by_query, keys, values, view, mixer, target, sinks)
 
     def _absorbed(self, query: Tensor) -> Tensor:
         """Queries for latents and shared keys, [n, heads, kv_rank + rope_dim]."""

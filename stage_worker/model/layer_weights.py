@@ -130,6 +130,7 @@ class LatentWeights:
     """Latent attention. `query` is [q_size, query_rank] after `query_down` [query_rank, hidden_size], or
     [q_size, hidden_size] without; `latent` [kv_rank + rope_dim, hidden_size] has the shared key's rows last;
     `keys` [heads, nope_dim, kv_rank] and `values` [heads, value_dim, kv_rank] are views of what is loaded.
+    `gate` is [heads * value_dim, hidden_size], `sinks` [heads].
     """
 
     query_down: Weight | None
@@ -140,6 +141,8 @@ class LatentWeights:
     keys: Tensor
     values: Tensor
     indexer: IndexerWeights | None = None
+    gate: Weight | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -312,6 +315,8 @@ def _mixer(mixer: Mixer, tensors: _Allocation) -> MixerWeights | None:
         keys=keys,
         values=values,
         indexer=None if mixer.indexer is None else _indexer(tensors),
+        gate=tensors.matrix(TensorRole.OUTPUT_GATE) if mixer.has_output_gate else None,
+        sinks=tensors.get(TensorRole.SINKS, SINKS_KIND),
     )
 
 

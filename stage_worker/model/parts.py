@@ -400,7 +400,9 @@ def held_for(products: ProductMethod, weights: LayerWeights) -> LayerWeights:
             mixer = replace(mixer, query_down=held(mixer.query_down), query=query, key=key, pending=pending)
         case LatentWeights():
             query_down = None if mixer.query_down is None else held(mixer.query_down)
-            mixer = replace(mixer, query_down=query_down, query=held(mixer.query), latent=held(mixer.latent))
+            gate = None if mixer.gate is None else held(mixer.gate)
+            mixer = replace(mixer, query_down=query_down, query=held(mixer.query), gate=gate)
+            mixer = replace(mixer, latent=held(mixer.latent))
     if isinstance(inner, DenseWeights):
         inner = held_dense(inner)
     elif inner is not None and inner.shared is not None:

@@ -136,7 +136,7 @@ def _reorder_latent(mixer: Latent, weights: LayerWeights) -> None:
 
 
 def _reorder_indexer(mixer: Latent, weights: LayerWeights) -> None:
-    """`reorder_heads` for the first rows of the indexer's keys and of each of its queries."""
+    """`reorder_heads` for the rotated rows of the indexer's keys and of each of its queries."""
     plan, given = mixer.indexer, weights.mixer
     if plan is None or mixer.rope is None:
         return
@@ -147,7 +147,7 @@ def _reorder_indexer(mixer: Latent, weights: LayerWeights) -> None:
     norm = weights.norms[TensorRole.INDEX_K_NORM]
     vectors = (norm.weight,) if norm.bias is None else (norm.weight, norm.bias)
     for tensor in (given.indexer.query, given.indexer.key, *vectors):
-        turning = torch.unflatten(tensor, 0, (-1, plan.head_dim))[:, : mixer.rope_dim]
+        turning = torch.unflatten(tensor, 0, (-1, plan.head_dim))[:, plan.rotated(mixer.rope_dim)]
         turning.copy_(turning[:, order])
 
 

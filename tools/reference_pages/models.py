@@ -57,6 +57,7 @@ refused by name:
 |---|---|
 | encoder-decoders, cross-attention, text models inside others | stages have decoder layers only |
 | recurrent or convolutional state | it has no pages |
+| several residual streams | transformers' layers take them in another form |
 | layers that reuse keys and values, or read the embeddings | a cut hands on hidden states only |
 | layers that mix tokens other than by attention | a step has several sequences |
 | attention without transformers' interface | its keys and values cannot be cached |

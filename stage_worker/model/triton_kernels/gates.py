@@ -16,7 +16,7 @@ _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _SQRT_TWO_OVER_PI = tl.constexpr(0.7978845608028654)
 
 _CODES = {Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2}
-_CLAMPED = 3
+_CLAMPED, _CLAMPED_SILU = 3, 4
 
 
 @triton.jit
@@ -30,9 +30,8 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _clamped(gate, up, alpha, limit, offset, into):
-    """See `ClampedSwiGlu`; rounded after each operation."""
-    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+def _clamped(gate, up, alpha, offset, into):
+    """See `ClampedSwiGlu`, of what is within the limits; rounded after each operation."""
     share = tl.sigmoid((gate * alpha).to(into).to(tl.float32)).to(into).to(tl.float32)
     return (share * gate).to(into).to(tl.float32) * (up + offset).to(into).to(tl.float32)
 
@@ -48,8 +47,12 @@ def gate_kernel(
     into = found.dtype.element_ty
     gate = tl.load(gate_up + row * stride + columns, mask=columns < width, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + width + columns, mask=columns < width, other=0.0).to(tl.float32)
+    if ACTIVATION >= 3:
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
     if ACTIVATION == 3:
-        product = _clamped(gate, up, alpha, limit, offset, into)
+        product = _clamped(gate, up, alpha, offset, into)
+    elif ACTIVATION == 4:
+        product = _activated(gate, 0).to(into).to(tl.float32) * up
     else:
         product = _activated(gate, ACTIVATION).to(into).to(tl.float32) * up
     tl.store(found + row * width + columns, product.to(into), mask=columns < width)
@@ -66,9 +69,9 @@ def gate(gate_up: Tensor, activation: Activation | ClampedSwiGlu) -> Tensor:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     found = gate_up.new_empty(num_rows, width)
     alpha = limit = offset = None
-    code = _CLAMPED
     if isinstance(activation, ClampedSwiGlu):
         alpha, limit, offset = activation.alpha, activation.limit, activation.offset
+        code = _CLAMPED_SILU if (alpha, offset) == (1.0, 0.0) else _CLAMPED
     else:
         code = _CODES[activation]
     constants = {"COLUMNS": _COLUMNS, "ACTIVATION": code}

@@ -267,6 +267,7 @@ def _cases() -> dict[str, Callable[[], None]]:
     cases["sampled-edited"] = partial(sampled, 151_936, is_edited=True)
     cases["sampled-greedy"] = partial(sampled, 151_936, is_greedy=True)
     cases["gate-clamped"] = partial(gate, ClampedSwiGlu(alpha=1.7, limit=7.0), BF16)
+    cases["gate-clamped-silu"] = partial(gate, ClampedSwiGlu(alpha=1.0, limit=7.0, offset=0.0), BF16)
     return cases
 
 

@@ -133,7 +133,10 @@ def test_sums_and_norms(has_out_norm: bool, scale: float, has_norm: bool, dtype:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(
     "activation",
-    [Activation.SILU, Activation.GELU, Activation.GELU_TANH, ClampedSwiGlu(alpha=1.7, limit=2.0)],
+    [
+        *(Activation.SILU, Activation.GELU, Activation.GELU_TANH),
+        *(ClampedSwiGlu(alpha=1.7, limit=2.0), ClampedSwiGlu(alpha=1.0, limit=2.0, offset=0.0)),
+    ],
     ids=str,
 )
 def test_gates(activation: Activation | ClampedSwiGlu, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ import pytest
 from checkpoint import Blueprint, DType
 from checkpoint.boundary import BoundaryTensor
 from checkpoint.compressed import PageShape
+from checkpoint.streams import HyperConnection, WeightedCollapse
 from tests.unit.coordinator.planner.small_models import llama
 
 
@@ -51,6 +52,20 @@ def test_hidden_states_alone_cross_a_cut() -> None:
     blueprint = llama(num_layers=2)
     assert blueprint.boundary == (BoundaryTensor(name="hidden_states", width=blueprint.hidden_size),)
     assert blueprint.boundary_width == blueprint.hidden_size
+
+
+def test_residual_streams_cross_a_cut_as_one_tensor() -> None:
+    blueprint = llama(num_layers=2)
+    connection = HyperConnection(num_streams=3, norm_eps=1e-6, gate_eps=1e-6)
+    layers = tuple(replace(layer, connection=connection) for layer in blueprint.layers)
+    collapse = WeightedCollapse(num_streams=3, norm_eps=1e-6, gate_eps=1e-6)
+    wide = replace(blueprint, layers=layers, collapse=collapse)
+    width = 3 * blueprint.hidden_size
+    assert wide.boundary == (BoundaryTensor(name="hidden_states", width=width),)
+    assert wide.boundary_bytes(DType.BF16) == 2 * width
+    for wrong in (layers[:1] + blueprint.layers[:1], blueprint.layers):
+        with pytest.raises(ValueError, match="layers of other residual streams than 3"):
+            replace(wide, layers=wrong)
 
 
 def test_tensors_that_are_handed_on_cross_a_cut_after_the_hidden_states() -> None:

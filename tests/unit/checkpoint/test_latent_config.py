@@ -21,6 +21,7 @@ from checkpoint import (
     stage_tensor_shapes,
 )
 from checkpoint.blueprint import (
+    ClampedSwiGlu,
     GroupScore,
     Indexer,
     NormKind,
@@ -29,7 +30,8 @@ from checkpoint.blueprint import (
 )
 from checkpoint.compressed import PageShape
 from checkpoint.rope_config import RopeKind
-from checkpoint.tensors import stored_tensors
+from checkpoint.streams import HyperConnection, WeightedCollapse
+from checkpoint.tensors import draft_prefixes, stored_tensors
 
 _REMOTE_CODE = {
     "AutoConfig": "configuration_deepseek.DeepseekV3Config",
@@ -223,6 +225,59 @@ GLM_5: dict[str, Any] = {
     "v_head_dim": 256,
     "vocab_size": 154880,
 }
+HY_4: dict[str, Any] = {
+    "architectures": ["HYV4ForCausalLM"],
+    "attention_bias": False,
+    "bitwise_backward_align": False,
+    "dtype": "bfloat16",
+    "enable_ihc": True,
+    "enable_lm_head_fp32": True,
+    "gated_mla": True,
+    "gating_type": "elementwise",
+    "hc_eps": 1e-06,
+    "hc_magnitude": 2.0,
+    "hc_mult": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "indexer_types": ["full", "full", *(["shared"] * 3 + ["full"]) * 19],
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "layer_types": ["deepseek_sparse_attention"] * 78,
+    "learnable_sink": True,
+    "learnable_sink_init": 0.0,
+    "max_position_embeddings": 262144,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 77,
+    "model_type": "hy_v4",
+    "moe_intermediate_size": 2048,
+    "mtp_loss_factor": 0.1,
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 2048,
+    "qk_head_dim": 256,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 10000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.827,
+    "swiglu_limit": 10.0,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_dsa": True,
+    "use_mla": True,
+    "v_head_dim": 256,
+    "vocab_size": 120832,
+}
 MISTRAL_4: dict[str, Any] = {
     "model_type": "mistral4",
     "dtype": "bfloat16",
@@ -392,6 +447,55 @@ def test_glm_5_has_an_indexer_in_every_layer_that_rotates_pairs_side_by_side() -
     assert config.legal_cuts == set(range(1, 78))
 
 
+def test_hy_4_has_four_residual_streams_and_choices_that_layers_share() -> None:
+    config = parse_config(HY_4)
+    connections = {layer.connection for layer in config.layers}
+    assert connections == {
+        HyperConnection(num_streams=4, norm_eps=1e-5, gate_eps=1e-6, magnitude=2.0, write_eps=1e-6)
+    }
+    assert config.collapse == WeightedCollapse(num_streams=4, norm_eps=1e-5, gate_eps=1e-6)
+    assert config.boundary_width == 4 * 6144
+    own = {0, 1, *range(5, 78, 4)}
+    mixers = [layer.mixer for layer in config.layers]
+    assert {number for number, mixer in enumerate(mixers) if mixer.index_width} == own
+    assert config.legal_cuts == own - {0}
+    mixer = mixers[0]
+    assert isinstance(mixer, Latent) and mixer.has_sinks and mixer.has_output_gate
+    assert mixer.rope is not None and not mixer.rope.is_interleaved
+    assert mixer.indexer is not None and mixer.indexer.norm.eps == 1e-5
+    assert mixer.indexer.rotated(64) == slice(64, None)
+    assert experts_of(config).activation == ClampedSwiGlu(alpha=1.0, limit=10.0, offset=0.0)
+    assert experts_of(config).shared == Dense(width=2048)
+    assert (num_dense(config), config.num_draft_layers) == (1, 1)
+    assert draft_prefixes(config) == ("model.mtp_layers.",)
+
+
+def test_hy_4_shares_choices_of_every_fourth_layer_by_default() -> None:
+    lists = ("indexer_types", "mlp_layer_types", "layer_types")
+    assert parse_config({key: value for key, value in HY_4.items() if key not in lists}) == parse_config(HY_4)
+
+
+def test_published_names_of_hy_4_are_read() -> None:
+    config = parse_config(HY_4)
+    shapes = stage_tensor_shapes(config, 77, 78, has_embeddings=False, has_head=True)
+    prefix = "model.layers.77."
+    assert {name.removeprefix(prefix) for name in shapes if "_proj" not in name} == {
+        *("hc_attn_layer.hc_pre.hc_fn", "hc_attn_layer.hc_pre.hc_base", "hc_attn_layer.hc_pre.hc_scale"),
+        *("hc_mlp_layer.hc_pre.hc_fn", "hc_mlp_layer.hc_pre.hc_base", "hc_mlp_layer.hc_pre.hc_scale"),
+        *("self_attn.linear_gate.weight", "self_attn.learnable_sink_param"),
+        *("self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
+        *("self_attn.indexer.wq_b.weight", "self_attn.indexer.wk.weight"),
+        *("self_attn.indexer.k_norm.weight", "self_attn.indexer.k_norm.bias"),
+        *("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
+        *("input_layernorm.weight", "post_attention_layernorm.weight"),
+        *("model.hc_head.hc_head_fn", "model.hc_head.hc_head_base", "model.hc_head.hc_head_scale"),
+        *("model.norm.weight", "lm_head.weight"),
+    }
+    assert shapes[f"{prefix}hc_attn_layer.hc_pre.hc_fn"] == (8, 4 * 6144)
+    assert shapes["model.hc_head.hc_head_fn"] == (4, 4 * 6144)
+    assert shapes[f"{prefix}mlp.experts.gate_up_proj"] == (256, 4096, 6144)
+
+
 def test_mistral_4_inside_its_wrapper() -> None:
     config = parse_config({"model_type": "mistral3", "text_config": MISTRAL_4, "vision_config": {}})
     mixer, router = mixer_of(config), experts_of(config).router
@@ -428,6 +532,12 @@ def test_pairs_may_lie_half_a_head_apart() -> None:
         (GLM_5 | {"indexer_types": ["full"] * 77}, "'indexer_types' must say 'full' or 'shared' for 78"),
         (GLM_5 | {"indexer_types": ["shared"] * 78}, "'full' for the first one"),
         (GLM_5 | {"index_topk_pattern": "F" * 77 + "X"}, "'index_topk_pattern' must say"),
+        (HY_4 | {"hc_mult": 0}, "'hc_mult' must be a positive integer"),
+        (HY_4 | {"hc_mult": 65}, "'hc_mult' is 65, the limit is 64"),
+        (HY_4 | {"hc_eps": 0}, "'hc_eps' must be a positive number"),
+        (HY_4 | {"hc_magnitude": -1.0}, "'hc_magnitude' must be a positive number"),
+        (HY_4 | {"swiglu_limit": 0.0}, "'swiglu_limit' must be a positive number"),
+        (HY_4 | {"mlp_layer_types": ["sparse"] * 77}, "'mlp_layer_types' must list"),
     ],
 )
 def test_contradictory_sizes_are_refused(config: dict[str, Any], message: str) -> None:
@@ -452,6 +562,15 @@ def test_contradictory_sizes_are_refused(config: dict[str, Any], message: str) -
         (V32 | {"indexer_types": ["full"] * 61}, "'indexer_types' = ['full'"),
         (GLM_5 | {"indexer_rope_interleave": False}, "'indexer_rope_interleave' = False"),
         (GLM_5 | {"rope_interleave": False}, "'rope_interleave' = False"),
+        (GLM_5 | {"hc_mult": 4}, "'hc_mult' = 4"),
+        (HY_4 | {"enable_ihc": False}, "'enable_ihc' = False"),
+        (HY_4 | {"gated_mla": False}, "'gated_mla' = False"),
+        (HY_4 | {"gating_type": "headwise"}, "'gating_type' = 'headwise'"),
+        (HY_4 | {"learnable_sink": False}, "'learnable_sink' = False"),
+        (HY_4 | {"hidden_act": "gelu"}, "'hidden_act' = 'gelu'"),
+        (HY_4 | {"index_topk_freq": 4}, "'index_topk_freq' = 4"),
+        (HY_4 | {"first_k_dense_replace": 1}, "'first_k_dense_replace' = 1"),
+        (HY_4 | {"hc_sinkhorn_iters": 20}, "'hc_sinkhorn_iters' = 20"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(config: dict[str, Any], message: str) -> None:

@@ -23,7 +23,9 @@ from transformers_stage.stage import TransformersStage
 
 QUICK = ("gemma2", "gpt_oss", "granite", "cohere2")
 """Caps, sinks and experts, multipliers of both ends, layers without rotation."""
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa")
+LATENT = (
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa", "hy_v4"),
+)
 RECURRENT = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
     *(

@@ -9,12 +9,13 @@ import pytest
 from checkpoint import INDEX_ELEMENTS, Blueprint, DType, Latent, ScaledDType, parse_config
 from checkpoint.step_sizes import EXPANDED_ELEMENTS
 from coordinator.planner.layer_kinds import layer_kinds
-from coordinator.planner.plan import format_ranges
+from coordinator.planner.plan import DeviceKind, format_ranges
 from coordinator.planner.planner import make_plan
 from coordinator.planner.stage_memory import StageMemory
-from tests.unit.checkpoint.test_latent_config import GLM_5, V3, V32
+from tests.unit.checkpoint.test_latent_config import GLM_5, HY_4, V3, V32
 from tests.unit.coordinator.planner.small_models import GIB, USUAL_STEPS, workers
 from wire.ids import StageRole
+from wire.staging import NUM_HOP_SLOTS, NUM_SLOTS
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +121,30 @@ def test_the_choice_is_counted_where_sequences_may_be_longer_than_it() -> None:
     scores = INDEX_ELEMENTS * 4
     choice = USUAL_STEPS.max_step_tokens * 2048 * 4
     assert sizes[1] - sizes[0] > scores + choice
+
+
+def test_hy_4_begins_stages_where_layers_choose_and_hands_on_four_streams() -> None:
+    config = parse_config(HY_4)
+    plan = make_plan(config, DType.BF16, workers(*[256 * GIB] * 8), limits=USUAL_STEPS, block_size=16)
+    assert len(plan.stages) == 8
+    assert {stage.layer_begin for stage in plan.stages} <= {0, *config.legal_cuts}
+    memory = StageMemory(
+        config=config, dtype=DType.BF16, limits=USUAL_STEPS, block_size=16, num_stages=len(plan.stages)
+    )
+    of_one_stream = replace(
+        config, layers=tuple(replace(layer, connection=None) for layer in config.layers), collapse=None
+    )
+    narrow = replace(memory, config=of_one_stream)
+    tokens, width = USUAL_STEPS.max_step_tokens, config.hidden_size
+    role, gpu = StageRole.MIDDLE, DeviceKind.GPU
+    activations = [one.activation_bytes(role, 1000) for one in (narrow, memory)]
+    assert activations[1] - activations[0] == tokens * 4 * width * (2 * 2 + 3 * 4)
+    buffers = [one.buffer_bytes(role, 1000, gpu) for one in (narrow, memory)]
+    assert buffers[1] - buffers[0] == NUM_SLOTS * 2 * tokens * 3 * width * 2
+    segments = [one.segment_bytes(role) for one in (narrow, memory)]
+    assert segments[1] - segments[0] == NUM_HOP_SLOTS * tokens * 3 * width * 2
+    of_layer = 2 * (8 * 4 * width + 8 + 2) * 4  # float32
+    assert memory.layer_bytes[5] - narrow.layer_bytes[5] == of_layer
+    of_head = (4 * 4 * width + 4 + 1) * 4
+    assert memory.outside_bytes(StageRole.LAST) - narrow.outside_bytes(StageRole.LAST) == of_head
+    assert memory.outside_bytes(StageRole.FIRST) == narrow.outside_bytes(StageRole.FIRST)

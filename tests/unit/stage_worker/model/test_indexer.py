@@ -137,14 +137,15 @@ def test_a_step_of_short_and_long_sequences_pads_without_changing_tokens(directo
         assert float((found - expected).abs().max() / expected.std()) < 1e-4
 
 
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "hy_v4"])
 def test_layers_without_an_indexer_use_the_choice_of_the_last_one_with_one(
-    tmp_path: Path, directory: Path
+    tmp_path: Path, family: str
 ) -> None:
     """Of GLM-5.2's pattern, with two layers in a row that share; transformers computes the same."""
     from tests.checkpoints import load_reference
 
     types = ["full", "full", "shared", "shared", "full"]
-    path = make_family(tmp_path / "model", "glm_moe_dsa", indexer_types=types)
+    path = make_family(tmp_path / "model", family, indexer_types=types)
     checkpoint = Checkpoint.open(path)
     assert checkpoint.config.legal_cuts == {1, 4}
     reference = load_reference(path)

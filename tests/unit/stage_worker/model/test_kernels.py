@@ -422,7 +422,7 @@ def test_latents_in_float32_are_left_to_torch(gpu: torch.device) -> None:
     assert Kernels.of(config, gpu, torch.float16).decode is AttentionMethod.TRITON
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "hy_v4"])
 def test_chosen_tokens_are_left_to_torch(family: str, gpu: torch.device) -> None:
     """Triton kernels read all tokens of a sequence."""
     config = parse_config(config_of(family))
