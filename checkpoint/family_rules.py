@@ -251,8 +251,8 @@ class Architecture:
     `LayerPlan.has_scale`; `has_sinks`: see `Attention`. Fields of `same` repeat fields at other paths, where
     these are given. `defaults` are the values of fields that published checkpoints may lack.
     `latent`: the mixer is latent attention. Most layers are Gated DeltaNet with `delta`, Mamba2 with `mamba`,
-    and Kimi Delta Attention with `has_kimi_delta`. With `is_compressed`, the mixer is
-    `Compressed`. `other_keys`: see `config_fields.with_usual_keys`.
+    and Kimi Delta Attention with `has_kimi_delta`, for `has_rates` see `KimiDelta`. With `is_compressed`, the
+    mixer is `Compressed`. `other_keys`: see `config_fields.with_usual_keys`.
     `has_output_gate`: see `Attention`. `aliases` are further model types of the same computation. `width_key`
     is the field of the width of MLPs.
     `window_pattern`: every n-th layer has full attention if `Windows.PATTERN` is not given layer by layer.
@@ -290,6 +290,7 @@ class Architecture:
     delta: DeltaLayout | None = None
     mamba: MambaRule | None = None
     has_kimi_delta: bool = False
+    has_rates: bool = False
     is_compressed: bool = False
     has_output_gate: bool = False
     streams: Streams | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from checkpoint.block_types import FORMER_TYPES, LINEAR, block_types
 from checkpoint.blueprint import Mixer
@@ -21,7 +22,7 @@ def parse_recurrent(raw: RawConfig, row: Architecture, eps: float) -> Recurrent 
     if row.delta is not None:
         return _parse_delta(raw, row.delta, eps)
     if row.has_kimi_delta:
-        return _parse_kimi_delta(raw, eps)
+        return replace(_parse_kimi_delta(raw, eps), has_rates=row.has_rates)
     return None if row.mamba is None else _parse_mamba(raw, row.mamba, eps)
 
 

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from tests.gguf_kimi import kimi_tensors, write_kimi_metadata
 from tests.gguf_mamba import MAMBA_TYPES, architecture_of, mamba_tensors, write_mamba_metadata
 
 Array = NDArray[Any]
@@ -36,6 +37,7 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "kimi_linear": "kimi-linear",
 }
 _INDEXED_TYPES = ("deepseek_v32", "glm_moe_dsa")
 _DELTA_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -146,10 +148,12 @@ def write_gguf(
     "has_one_input", Qwen3-Next has one matrix before its delta rule, as in older ones.
     """
     config = json.loads((checkpoint / "config.json").read_text()) | (settings or {})
-    is_mamba = config["model_type"] in MAMBA_TYPES
-    architecture = architecture_of(config) if is_mamba else ARCHITECTURES[config["model_type"]]
+    model_type = config["model_type"]
+    is_mamba = model_type in MAMBA_TYPES
+    architecture = architecture_of(config) if is_mamba else ARCHITECTURES[model_type]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_max_tensors)
-    (write_mamba_metadata if is_mamba else _write_metadata)(writer, config)
+    of_type = {"kimi_linear": write_kimi_metadata} | dict.fromkeys(MAMBA_TYPES, write_mamba_metadata)
+    of_type.get(model_type, _write_metadata)(writer, config)
     if pre is not None:
         add_byte_level_tokenizer(writer, checkpoint, pre)
     for key, value in (metadata or {}).items():
@@ -276,6 +280,8 @@ def tensors_of(config: Mapping[str, Any], tensors: Mapping[str, Array]) -> dict[
     """The tensors under llama.cpp's names and in its order of rows."""
     if config["model_type"] in MAMBA_TYPES:
         return mamba_tensors(config, tensors)
+    if config["model_type"] == "kimi_linear":
+        return kimi_tensors(config, tensors)
     found: dict[str, Array] = {}
     stacks: dict[str, dict[int, Array]] = {}
     for name, array in tensors.items():

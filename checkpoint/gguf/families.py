@@ -30,6 +30,7 @@ from checkpoint.gguf.metadata import (
     read_glm_dsa,
     read_gpt_oss,
     read_granite_hybrid,
+    read_kimi_linear,
     read_llama,
     read_nemotron_h,
     read_qwen2,
@@ -82,6 +83,14 @@ _MODULES = {
     TensorRole.DELTA_Z: "attn_gate",
     TensorRole.DELTA_B: "ssm_beta",
     TensorRole.DELTA_A: "ssm_alpha",
+    TensorRole.KDA_B: "ssm_beta",
+    TensorRole.KDA_DECAY_DOWN: "ssm_f_a",
+    TensorRole.KDA_DECAY_UP: "ssm_f_b",
+    TensorRole.KDA_GATE_DOWN: "ssm_g_a",
+    TensorRole.KDA_GATE_UP: "ssm_g_b",
+    TensorRole.CONV_Q: "ssm_conv1d_q",
+    TensorRole.CONV_K: "ssm_conv1d_k",
+    TensorRole.CONV_V: "ssm_conv1d_v",
     TensorRole.MAMBA_IN: "ssm_in",
     TensorRole.EXPERTS_IN: "ffn_latent_down",
     TensorRole.EXPERTS_OUT: "ffn_latent_up",
@@ -117,6 +126,10 @@ _FLATTENED = ("ssm_a", "ssm_d", "ssm_norm.weight")
 """Vectors that Mamba2 has with a second dimension: of 1, or the elements of a group."""
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the frequencies of Llama 3.1 and later; the metadata does not tell its scaling."""
+
+
+_SHORT_CONVOLUTIONS = tuple(f"ssm_conv1d_{part}.weight" for part in "qkv")
+"""Of Kimi Linear, with dimensions of 1 at any place; its ssm_a has the shape of the published A_log."""
 
 
 def _names(others: Mapping[TensorRole, str], *packs: Pack) -> NameTable:
@@ -210,8 +223,13 @@ def _with_latents(row: Architecture, tensors: Tensors) -> Architecture:
     """A file without the rank of latents of queries has none; keys and values may be split by head."""
     assert row.latent is not None, "a family without latents"
     defaults = {key: value for key, value in row.defaults.items() if key != "q_lora_rank"}
-    is_split = "blk.0.attn_k_b.weight" in tensors
+    is_split = any(name.endswith(".attn_k_b.weight") for name in tensors)
     return replace(row, defaults=defaults, latent=replace(row.latent, is_split=is_split))
+
+
+def _with_kimi_delta(row: Architecture, tensors: Tensors) -> Architecture:
+    """Rates instead of their logarithms."""
+    return replace(_with_latents(row, tensors), has_rates=True)
 
 
 def _with_mamba(row: Architecture, tensors: Tensors) -> Architecture:
@@ -301,6 +319,13 @@ FAMILIES: tuple[GgufFamily, ...] = (
         names=_DELTA_NAMES,
     ),
     GgufFamily(
+        architecture="kimi-linear",
+        model_types=("kimi_linear",),
+        read=read_kimi_linear,
+        adapt=_with_kimi_delta,
+        names=_names({TensorRole.STATE_OUT: "attn_output"}, *_DELTA_PACKS, _CHOICE_BIAS),
+    ),
+    GgufFamily(
         architecture="granitehybrid",
         model_types=("granitemoehybrid",),
         read=read_granite_hybrid,
@@ -380,8 +405,12 @@ def as_named(path: Path, tensors: Tensors, *, limit: int = MOST_TENSORS) -> dict
         if inner in _SQUEEZED and len(entry.shape) == _SQUEEZED[inner][0]:
             at = _SQUEEZED[inner][1]
             found[name] = replace(entry, shape=(*entry.shape[:at], 1, *entry.shape[at:]))
+        elif inner == "ssm_a" and name.replace(inner, "ssm_f_a.weight") in tensors:
+            found[name] = replace(entry, shape=(1, 1, prod(entry.shape), 1))
         elif inner in _FLATTENED:
             found[name] = replace(entry, shape=(prod(entry.shape),))
+        elif inner in _SHORT_CONVOLUTIONS and entry.shape:
+            found[name] = replace(entry, shape=(prod(entry.shape[:-1]), 1, entry.shape[-1]))
         elif (stack := _STACK.fullmatch(name)) is not None and len(entry.shape) > 1:
             if len(found) + entry.shape[0] > limit:
                 raise BadHeader(

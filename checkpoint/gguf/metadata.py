@@ -341,6 +341,43 @@ def _nemotron_experts(fields: Fields) -> RawFields:
     }
 
 
+def read_kimi_linear(fields: Fields) -> RawFields:
+    """Kimi Linear: a block has latent attention if it has KV heads, and else Kimi Delta Attention.
+
+    There are as many heads in either, and value_length is the width of a head that no block has.
+    """
+    raw = _common(fields)
+    num_heads, rank = raw["num_attention_heads"], fields.natural("attention.kv_lora_rank")
+    rope_dim, key = fields.natural("rope.dimension_count"), fields.natural("attention.key_length_mla")
+    fields.expect("attention.key_length", rank + rope_dim)
+    fields.find("attention.value_length")
+    fields.expect("expert_gating_func", _SIGMOID)
+    fields.expect("expert_weights_norm", True)
+    kv_heads = _listed(fields.get("attention.head_count_kv"), raw["num_hidden_layers"])
+    return {
+        **raw,
+        **_expert_groups(fields, "sigmoid"),
+        "model_type": "kimi_linear",
+        "layer_types": ["full_attention" if count else "linear_attention" for count in kv_heads],
+        "num_key_value_heads": num_heads,
+        "q_lora_rank": fields.find("attention.q_lora_rank"),
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": key - rope_dim,
+        "v_head_dim": fields.natural("attention.value_length_mla"),
+        "linear_num_heads": num_heads,
+        "linear_head_dim": fields.natural("kda.head_dim"),
+        "linear_conv_kernel_dim": fields.natural("ssm.conv_kernel"),
+        "num_experts": fields.natural("expert_count"),
+        "num_experts_per_tok": fields.natural("expert_used_count"),
+        "moe_intermediate_size": fields.natural("expert_feed_forward_length"),
+        "n_shared_experts": fields.find("expert_shared_count", 1) or 1,
+        "first_k_dense_replace": fields.find("leading_dense_block_count", 0),
+        "routed_scaling_factor": fields.find("expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": True,
+    }
+
+
 def read_falcon_h1(fields: Fields) -> RawFields:
     """Falcon H1, whose multipliers are in the weights of the file."""
     raw, (num_heads, inner_size) = _attention(fields), _state_sizes(fields)

@@ -46,6 +46,12 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _START = r"[^\r\n\p{L}\p{N}]?"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _CASED = rf"{_START}{_UPPER}*{_LOWER}+%s|{_START}{_UPPER}+{_LOWER}*%s"
+_KIMI = (
+    r"\p{Han}+|"
+    + _CASED.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]") % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?")
+    + rf"|\p{{N}}{{1,3}}|{_MARKS}|{_SPACES}",
+)
+"""Han beside letters with case, as in the tokenizer's code of Kimi K2."""
 _DEEPSEEK = (
     r"\p{N}{1,3}",
     r"[\u4E00-\u9FA5\u3040-\u309F\u30A0-\u30FF]+",
@@ -101,6 +107,7 @@ _SPLITS: Mapping[str, _Split] = {
         )
     ),
     "deepseek-v3": _Split(patterns=_DEEPSEEK),
+    "kimi-k2": _Split(patterns=_KIMI),
 }
 """By the name in `tokenizer.ggml.pre`."""
 

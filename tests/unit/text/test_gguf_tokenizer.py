@@ -96,6 +96,7 @@ PIECES = {
     "qwen35": ["I", "'LL", " pay", " $", *"12345", " now", "\n\n", " ", " x", "_y"],
     "tekken": ["I", "'LL", " pay", " $", *"12345", " now", "\n\n", " ", " x", "_y"],
     "gpt-4o": ["I'LL", " pay", " $", "123", "45", " now", "\n\n", " ", " x", "_y"],
+    "kimi-k2": ["I'LL", " pay", " $", "123", "45", " now", "\n\n", " ", " x", "_y"],
     "deepseek-v3": ["I", "'LL", " pay", " $", "123", "45", " now", "\n\n", " ", " x", "_y"],
 }
 
@@ -129,16 +130,15 @@ def test_marks_belong_to_words_in_newer_rules(pre: str, pieces: list[str], tmp_p
     assert [word[begin:end] for _, (begin, end) in rule.pre_tokenize_str(word)] == pieces
 
 
-def test_deepseek_splits_off_han_and_kana(tmp_path: Path) -> None:
-    files = GgufTokenizer(read_gguf_file(write_tokenizer(tmp_path / "a.gguf", "deepseek-v3"))).files()
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [("deepseek-v3", ["In", "東京カナ", "5", "x"]), ("kimi-k2", ["In", "東京", "カナ", "5", "x"])],
+)
+def test_han_and_kana_are_split_off(pre: str, pieces: list[str], tmp_path: Path) -> None:
+    files = GgufTokenizer(read_gguf_file(write_tokenizer(tmp_path / "a.gguf", pre))).files()
     rule = Tokenizer.from_str(files["tokenizer.json"].decode()).pre_tokenizer
     text = "In東京カナ5x"
-    assert [text[begin:end] for _, (begin, end) in rule.pre_tokenize_str(text)] == [
-        "In",
-        "東京カナ",
-        "5",
-        "x",
-    ]
+    assert [text[begin:end] for _, (begin, end) in rule.pre_tokenize_str(text)] == pieces
 
 
 def test_an_unknown_rule_is_refused_by_name(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from checkpoint import (
     CheckpointError,
     DType,
     GatedDelta,
+    KimiDelta,
     Latent,
     Mamba2,
     NoMixer,
@@ -88,6 +89,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_next+one": {"mlp_only_layers": []},
     "qwen3_5_text": {"attention_bias": False},
     "qwen3_5_moe_text": {},
+    "kimi_linear": {"linear_num_heads": 4, "mlp_layer_types": None},
     "granitemoehybrid": {"mamba_proj_bias": False},
     "granitemoehybrid+dense": {
         "mamba_proj_bias": False,
@@ -159,7 +161,7 @@ def test_logits_have_the_bits_of_the_same_weights_in_safetensors(both: tuple[Pat
 
 
 def with_logarithms(mixer: Any) -> Any:
-    return replace(mixer, has_rates=False) if isinstance(mixer, Mamba2) else mixer
+    return replace(mixer, has_rates=False) if isinstance(mixer, KimiDelta | Mamba2) else mixer
 
 
 def test_the_plan_is_the_one_of_config_json(both: tuple[Path, Path]) -> None:
@@ -171,7 +173,7 @@ def test_the_plan_is_the_one_of_config_json(both: tuple[Path, Path]) -> None:
     for found, expected in zip(packed.layers, plain.layers, strict=True):
         assert found.feed_forward == expected.feed_forward
         assert found.norm.eps == expected.norm.eps
-        if isinstance(expected.mixer, Mamba2 | NoMixer):
+        if isinstance(expected.mixer, KimiDelta | Mamba2 | NoMixer):
             assert with_logarithms(found.mixer) == expected.mixer
             continue
         assert with_logarithms(found.beside) == expected.beside
@@ -179,7 +181,7 @@ def test_the_plan_is_the_one_of_config_json(both: tuple[Path, Path]) -> None:
             assert isinstance(found.mixer, GatedDelta)
             assert replace(found.mixer, layout=expected.mixer.layout) == expected.mixer
             continue
-        assert not isinstance(found.mixer, GatedDelta | Mamba2 | NoMixer)
+        assert not isinstance(found.mixer, GatedDelta | KimiDelta | Mamba2 | NoMixer)
         assert found.mixer.page_shape == expected.mixer.page_shape
         assert found.mixer.window == expected.mixer.window
 
@@ -275,10 +277,12 @@ def test_draft_layers_of_nemotron_3_are_counted_and_not_read(tmp_path: Path) -> 
             "expert_shared_count' = 2 is not supported",
         ),
         ("nemotron_h", {"nemotron_h_moe.rope.scaling.finetuned": True}, "has no layers with rotation"),
+        ("kimi_linear", {"kimi-linear.expert_gating_func": 1}, "expert_gating_func' = 1 is not supported"),
+        ("kimi_linear", {"kimi-linear.hidden_act": "situ"}, "'kimi-linear.hidden_act' = 'situ' is not"),
         ("falcon_h1", {"falcon-h1.ssm.group_count": 0}, "must be a positive integer, is 0"),
     ],
 )
-def test_what_mamba2_files_cannot_have_is_refused_by_key(
+def test_what_files_with_states_cannot_have_is_refused_by_key(
     family: str, metadata: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     directory = make_family(tmp_path / "model", family, **SETTINGS.get(family, {}))
