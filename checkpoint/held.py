@@ -42,12 +42,14 @@ class HeldNibbles:
     """4 bits a weight: groups of `group` columns of a row share a scale (0: all columns), and a zero point
     of one byte if it `has_zeros`. With `has_order`, columns are sorted by their groups.
 
-    Codes of a matrix that `is_float` are E2M1. One that `has_exponents` has scales of one byte, E8M0.
+    Codes of a matrix that `is_float` are E2M1. One that `has_exponents` has scales of one byte, E8M0. The
+    matrices of all `experts` are one below the other, each with an order of its own.
     """
 
     rows: int
     columns: int
     group: int
+    experts: int = 1
     has_zeros: bool = False
     has_order: bool = False
     is_float: bool = False
@@ -55,6 +57,7 @@ class HeldNibbles:
 
     def __post_init__(self) -> None:
         assert self.group % LEAST_GROUP == 0, "products of parts of tiles"
+        assert self.rows % self.experts == 0, "experts of different sizes"
 
     @property
     def half(self) -> int:
@@ -74,14 +77,14 @@ class HeldNibbles:
     def num_bytes(self) -> int:
         """Size in memory with scales of float32, or of exponents."""
         of_group = (1 if self.has_exponents else FLOAT_BYTES) + self.has_zeros
-        order = self.columns * _ORDER_BYTES if self.has_order else 0
+        order = self.experts * self.columns * _ORDER_BYTES if self.has_order else 0
         return self.rows * (self.row_bytes + self.num_groups * of_group) + order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBytes:
     """One byte a weight, fp8 (E4M3) or int8: blocks of `height` rows and `width` columns share a scale; a
-    `width` of 0 has all columns.
+    `width` of 0 has all columns. The matrices of all `experts` are one below the other.
     """
 
     rows: int
@@ -89,10 +92,13 @@ class HeldBytes:
     height: int
     width: int
     is_fp8: bool
+    experts: int = 1
 
     def __post_init__(self) -> None:
         assert self.width % LEAST_GROUP == 0, "products of parts of tiles"
         assert self.height >= 1
+        assert self.rows % self.experts == 0, "experts of different sizes"
+        assert self.experts == 1 or self.rows // self.experts % self.height == 0, "experts share scales"
 
     @property
     def num_blocks(self) -> int:
@@ -126,10 +132,10 @@ STACKED = (
     (TensorRole.ENTRY_VALUE, TensorRole.ENTRY_GATE, TensorRole.INDEX_VALUE, TensorRole.INDEX_GATE),
 )
 """Roles whose tensors are one below the other in memory."""
-_NOT_HELD = EXPERT_ROLES.union(
-    {TensorRole.ROUTER, TensorRole.SHARED_WEIGHT},
-    {TensorRole.KV_UP, TensorRole.HEAD_KEYS, TensorRole.HEAD_VALUES},
-    {TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT, TensorRole.O_GROUPS},
+_NOT_HELD = frozenset(
+    {TensorRole.ROUTER, TensorRole.SHARED_WEIGHT, TensorRole.KV_UP}
+    | {TensorRole.HEAD_KEYS, TensorRole.HEAD_VALUES}
+    | {TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT, TensorRole.O_GROUPS}
 )
 """Matrices that other code than a projection multiplies by."""
 _REORDERED = (TensorRole.Q, TensorRole.Q_UP, TensorRole.KV_DOWN, TensorRole.DELTA_QKV)
@@ -145,7 +151,8 @@ def stacked_roles(role: TensorRole, kind: str, shapes: RoleShapes) -> tuple[Tens
 def held_plans(config: Blueprint, layer: int) -> dict[TensorRole, HeldPlan]:
     """The matrices of a layer that stay as they are stored with `Blueprint.holds_stored`.
 
-    By the first role of their stack; all its tensors have one format. Others are unpacked.
+    By the first role of their stack; all its tensors, and those of all experts, have one format. Others are
+    unpacked.
     """
     if not config.holds_stored or not isinstance(config.quantization, Quantization):
         return {}
@@ -169,29 +176,46 @@ def _held_plan(
 ) -> HeldPlan | None:
     """The format of the stack of `roles`; None if its tensors are plain or differ, or no product reads it."""
     packs = tuple(dict.fromkeys(config.names.pack_of(role) for role in roles))
-    if any(pack.is_transposed or pack.is_alternating or pack.has_unit_axis for pack in packs):
+    if any(pack.has_unit_axis for pack in packs):
         return None
-    names = [config.names.in_layer(layer, pack.tensor("weight", None)) for pack in packs]
-    schemes = {quantization.scheme_of(name) for name in names}
+    if len(packs) > 1 and roles[0] in EXPERT_ROLES and not all(pack.is_per_expert for pack in packs):
+        return None
+    *leading, _, columns = shapes[roles[0], "weight"]
+    experts = leading[0] if leading else 1
+    schemes = {
+        quantization.scheme_of(config.names.in_layer(layer, pack.tensor("weight", expert)))
+        for pack in packs
+        for expert in (range(experts) if pack.is_per_expert else (None,))
+    }
     scheme = schemes.pop()
     if schemes or scheme is None:
         return None
-    heights = [sum(shapes[role, "weight"][0] for role in pack.roles) for pack in packs]
-    return _plan_of(scheme, heights, shapes[roles[0], "weight"][1], is_reordered=roles[0] in _REORDERED)
+    heights = [sum(shapes[role, "weight"][-2] for role in pack.roles) for pack in packs]
+    is_reordered = roles[0] in _REORDERED or any(pack.is_alternating for pack in packs)
+    return _plan_of(scheme, heights, columns, experts, is_reordered=is_reordered)
 
 
-def _plan_of(scheme: Scheme, heights: list[int], columns: int, *, is_reordered: bool) -> HeldPlan | None:
-    """The plan of matrices of `heights` rows, one below the other."""
-    rows = sum(heights)
+def _plan_of(
+    scheme: Scheme, heights: list[int], columns: int, experts: int, *, is_reordered: bool
+) -> HeldPlan | None:
+    """The plan of each expert's matrices of `heights` rows, one below the other."""
+    rows, parts = experts * sum(heights), heights if experts > 1 else heights[:-1]
     if isinstance(scheme, Scaled) and scheme.is_symmetric and scheme.block[1] % LEAST_GROUP == 0:
         height, width = scheme.block
-        if height == 0 or is_reordered or any(part % height for part in heights[:-1]):
+        if height == 0 or is_reordered or any(part % height for part in parts):
             height = 1
         is_fp8 = scheme.dtype is PackedDType.F8_E4M3
-        return HeldBytes(rows=rows, columns=columns, height=height, width=width, is_fp8=is_fp8)
+        return HeldBytes(
+            rows=rows, columns=columns, height=height, width=width, is_fp8=is_fp8, experts=experts
+        )
     if isinstance(scheme, Fp4):
         return HeldNibbles(
-            rows=rows, columns=columns, group=scheme.group, is_float=True, has_exponents=not scheme.is_nv
+            rows=rows,
+            columns=columns,
+            group=scheme.group,
+            experts=experts,
+            is_float=True,
+            has_exponents=not scheme.is_nv,
         )
     if not isinstance(scheme, Awq | Gptq | PackedInts) or scheme.group % LEAST_GROUP:
         return None
@@ -201,7 +225,12 @@ def _plan_of(scheme: Scheme, heights: list[int], columns: int, *, is_reordered: 
     if not isinstance(scheme, Awq) and scheme.bits != 4:
         return None
     return HeldNibbles(
-        rows=rows, columns=columns, group=scheme.group, has_zeros=has_zeros, has_order=has_order
+        rows=rows,
+        columns=columns,
+        group=scheme.group,
+        experts=experts,
+        has_zeros=has_zeros,
+        has_order=has_order,
     )
 
 
@@ -250,6 +279,13 @@ def expert_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
 def collapse_bytes(config: Blueprint) -> int:
     """Size of what makes one row of several residual streams."""
     return num_elements(collapse_shapes(config).values()) * FLOAT_BYTES
+
+
+def held_expert_bytes(config: Blueprint, layer: int, dtype: DType) -> int:
+    """As `expert_weight_bytes`, for experts in the form in which layer number `layer` holds them."""
+    held = held_plans(config, layer).items()
+    saved = sum(_saved_bytes(plan, dtype) for role, plan in held if role in EXPERT_ROLES)
+    return expert_weight_bytes(config.hidden_size, config.layers[layer], dtype) - saved
 
 
 def head_bytes(config: Blueprint, dtype: DType) -> int:

@@ -502,6 +502,8 @@ MOE_CONFIG: dict[str, Any] = CONFIG | {
     "mlp_only_layers": [0],
 }
 """A mixture of experts in the second of two layers."""
+EIGHT_EXPERTS = MOE_CONFIG | {"num_experts": 8}
+"""Enough rows of the router for formats that pack eight rows in a word."""
 
 
 LATENT_CONFIG: dict[str, Any] = CONFIG | {
@@ -591,9 +593,11 @@ def _dense_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def is_packed(form: QuantizedFormat, name: str) -> bool:
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not any(
-        part in name for part in form.plain
-    )
+    """Routers of experts are plain in fp8 checkpoints as transformers writes them."""
+    packed = ("_proj.weight", "_proj_with_mqa.weight")
+    if form.config.get("quant_method") != "fp8":
+        packed += (".mlp.gate.weight",)
+    return name.endswith(packed) and not any(part in name for part in form.plain)
 
 
 def write_quantized(

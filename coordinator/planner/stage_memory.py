@@ -85,6 +85,7 @@ from checkpoint import (
     entry_bytes_per_block,
     expert_weight_bytes,
     head_bytes,
+    held_expert_bytes,
     kv_bytes_per_token,
     layer_sizes,
     layer_weight_bytes,
@@ -175,11 +176,10 @@ class StageMemory:
     @cached_property
     def _of_experts(self) -> dict[int, tuple[float, int]]:
         """Layers with experts: probability that a token does not choose a given one, and bytes of all."""
-        hidden_size = self.config.hidden_size
         return {
             index: (
                 1.0 - layer.feed_forward.per_token / layer.feed_forward.count,
-                expert_weight_bytes(hidden_size, layer, self.dtype),
+                held_expert_bytes(self.config, index, self.dtype),
             )
             for index, layer in enumerate(self.config.layers)
             if isinstance(layer.feed_forward, Experts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from stage_worker.model.feed_forward import Mlp, between
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import ExpertsWeights
 from stage_worker.model.operations import Operations, Products
-from stage_worker.model.projections import project
+from stage_worker.model.projections import Weight, project
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,22 +82,25 @@ def _highest(ranks: Tensor, count: int) -> Tensor:
     return ranks.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def separate_products(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+def separate_products(x: Tensor, counts: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
     """One product per expert with rows; matrices of other experts are not read."""
     product = x.new_empty(len(x), matrices.shape[1])
     begin = 0
     for expert, count in enumerate(counts.tolist()):
         if count:
             rows = slice(begin, begin + count)
-            product[rows] = linear(x[rows], matrices[expert])
+            product[rows] = linear(x[rows], matrices[expert], None if biases is None else biases[expert])
             begin += count
     return product
 
 
-def grouped_products(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+def grouped_products(x: Tensor, counts: Tensor, matrices: Tensor, biases: Tensor | None = None) -> Tensor:
     """One call for all experts; the host does not wait for the GPU's numbers of rows."""
     ends = counts.cumsum(0).to(torch.int32)
-    return grouped_mm(x, matrices.transpose(1, 2), offs=ends)
+    product = grouped_mm(x, matrices.transpose(1, 2), offs=ends)
+    return (
+        product if biases is None else product.add_(biases.repeat_interleave(counts, 0, output_size=len(x)))
+    )
 
 
 def rows_of_each(chosen: Tensor, num_experts: int) -> Tensor:
@@ -129,7 +133,8 @@ class ExpertMixture:
                 raise ValueError(f"the table of hashed tokens has experts {low}..{high} of {plan.count}")
         self._plan, self._weights = plan, weights
         self._between = between(plan.activation, operations, is_gated=plan.is_gated)
-        self._products = operations.expert_products(weights.up) or _products_on(weights.up)
+        self._up = _products(weights.up, weights.up_bias, operations)
+        self._down = _products(weights.down, weights.down_bias, operations)
         latents = (weights.latent_in, weights.latent_out)
         self._latent_in, self._latent_out = (
             None if weight is None else project(weight, None, kernels.layer_products) for weight in latents
@@ -170,11 +175,8 @@ class ExpertMixture:
         chosen = choice.experts.flatten()
         order = chosen.argsort(stable=True)
         counts = rows_of_each(chosen, plan.count)
-        rows, owners = x[order // plan.per_token], chosen[order]
-        inner = self._between(_biased(self._products(rows, weights.up, counts), weights.up_bias, owners))
-        by_expert = _biased(self._products(inner, weights.down, counts), weights.down_bias, owners)
-        found = torch.empty_like(by_expert)
-        found[order] = by_expert
+        by_expert = self._down(self._between(self._up(x[order // plan.per_token], counts)), counts)
+        found = torch.empty_like(by_expert).index_copy_(0, order, by_expert)
         by_token = found.view(len(x), plan.per_token, -1).float()
         total = (by_token * shares[..., None]).sum(dim=1).to(x.dtype)
         return total if self._latent_out is None else self._latent_out(total)
@@ -199,12 +201,12 @@ class HashedMixture:
         return self(x, num_tokens).add_(residual)
 
 
-def _biased(product: Tensor, biases: Tensor | None, owners: Tensor) -> Tensor:
-    """Rows plus the `biases` [experts, width] of their experts, int64 [m]."""
-    return product if biases is None else product.add_(biases[owners])
-
-
-def _products_on(matrices: Tensor) -> Products:
-    """torch has a grouped bfloat16 kernel on GPUs only; elsewhere it loops over all experts or raises."""
+def _products(matrices: Weight, biases: Tensor | None, operations: Operations) -> Products:
+    """Without a kernel: torch has a grouped bfloat16 one on GPUs only; elsewhere it loops over all experts or
+    raises.
+    """
+    if (found := operations.expert_products(matrices, biases)) is not None:
+        return found
+    assert isinstance(matrices, Tensor), "held matrices without kernels"
     is_grouped = matrices.device.type == "cuda" and matrices.dtype is torch.bfloat16
-    return grouped_products if is_grouped else separate_products
+    return partial(grouped_products if is_grouped else separate_products, matrices=matrices, biases=biases)

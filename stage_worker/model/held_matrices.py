@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
@@ -18,7 +18,16 @@ from checkpoint.dtypes import INT4_GROUP
 from checkpoint.held import HeldBytes, HeldNibbles, HeldPlan
 from checkpoint.quantization import PackedMatrix, Scaled, StoredPart
 from stage_worker.model.quantize import int4_groups, int8_rows
-from stage_worker.model.unpack import ReadElements, Tile, nibble_codes, stored_groups, tiles
+from stage_worker.model.unpack import (
+    ReadElements,
+    Tile,
+    is_stored_by_row,
+    nibble_codes,
+    num_rows,
+    stored_groups,
+    stored_index,
+    tiles,
+)
 from stage_worker.model.weight_reads import WeightPiece
 
 _QUANTIZED_ROWS = 4096
@@ -38,8 +47,8 @@ class NibbleMatrix:
         scales: [groups, rows], of any dtype of floats, or uint8 of E8M0 if the plan `has_exponents`.
         zeros: uint8 [groups, rows]; None for 8 everywhere, or for floats.
         offsets: [groups, rows]; None for 0 everywhere.
-        order: int32 [columns], the element of the input for each column; None if in order.
-        num_loaded: Rows with codes, while it is loaded.
+        order: int32 [experts, columns], the element of the input for each column; None if all are in order.
+        ordered: Experts whose order is known, while it is loaded.
     """
 
     plan: HeldNibbles
@@ -48,7 +57,7 @@ class NibbleMatrix:
     zeros: Tensor | None = None
     offsets: Tensor | None = None
     order: Tensor | None = None
-    num_loaded: int = 0
+    ordered: set[int] = field(default_factory=set)
 
     @classmethod
     def empty(cls, plan: HeldNibbles, device: torch.device) -> Self:
@@ -71,8 +80,11 @@ class NibbleMatrix:
 
     @classmethod
     def quantized(cls, weight: Tensor) -> Self:
-        """Round `weight` [rows, columns] as `--quantize int4` does, see `quantize`."""
-        plan = HeldNibbles(rows=weight.shape[0], columns=weight.shape[1], group=INT4_GROUP)
+        """Round `weight` [rows, columns], or [experts, rows, columns], as `--quantize int4` does, see
+        `quantize`.
+        """
+        experts, weight = _stacked(weight)
+        plan = HeldNibbles(rows=len(weight), columns=weight.shape[1], group=INT4_GROUP, experts=experts)
         codes = weight.new_empty(plan.rows, plan.row_bytes, dtype=torch.uint8)
         scales, offsets = (weight.new_empty(plan.num_groups, plan.rows) for _ in range(2))
         for begin in range(0, plan.rows, _QUANTIZED_ROWS):
@@ -82,6 +94,11 @@ class NibbleMatrix:
             scales[:, rows].copy_(scale.t())
             offsets[:, rows].copy_(offset.t())
         return cls(plan=plan, codes=codes, scales=scales, offsets=offsets)
+
+
+def _stacked(weight: Tensor) -> tuple[int, Tensor]:
+    """The number of matrices in `weight`, and all their rows."""
+    return (len(weight), weight.flatten(0, 1)) if weight.dim() == 3 else (1, weight)
 
 
 def packed_nibbles(codes: Tensor, half: int) -> Tensor:
@@ -125,9 +142,10 @@ class ByteMatrix:
 
     @classmethod
     def quantized(cls, weight: Tensor) -> Self:
-        """Round `weight` [rows, columns] as `--quantize int8` does, see `quantize`."""
+        """As `NibbleMatrix.quantized`, for `--quantize int8`."""
+        experts, weight = _stacked(weight)
         rows, columns = weight.shape
-        plan = HeldBytes(rows=rows, columns=columns, height=1, width=0, is_fp8=False)
+        plan = HeldBytes(rows=rows, columns=columns, height=1, width=0, is_fp8=False, experts=experts)
         codes = weight.new_empty(rows, columns, dtype=torch.uint8)
         scales = weight.new_empty(1, rows)
         for begin in range(0, rows, _QUANTIZED_ROWS):
@@ -169,12 +187,14 @@ ReadInto = Callable[[StoredPart, int, Tensor], None]
 class HeldLoad(ABC):
     """Load of rows of a matrix: `pieces` are filled on the host, then `finish` ends it on the device."""
 
-    @abstractmethod
-    def pieces(self) -> Iterator[WeightPiece]:
-        """Pieces of about `max_elements`. Filling one raises like `held_load`."""
+    has_end: bool = False
+    """Whether `finish` does anything; else the pieces of other loads may follow at once."""
 
     @abstractmethod
-    def finish(self) -> None:
+    def pieces(self) -> Iterator[WeightPiece]:
+        """Pieces of about `max_elements`. Making and filling one raises like `held_load`."""
+
+    def finish(self) -> None:  # noqa: B027  # most loads are done with their pieces
         """Call when all pieces are copied. Raises like `held_load`."""
 
 
@@ -189,7 +209,7 @@ def held_load(
 ) -> HeldLoad:
     """The load of rows from a stored matrix. `bytes_of` is the share of the file of so many more elements.
 
-    Codes of 4 bits take one byte each on the device until all are read.
+    4-bit codes of a matrix that is stored by columns take one byte each on the device until all are read.
 
     Raises:
         BadHeader: Stored values contradict the format.
@@ -197,7 +217,8 @@ def held_load(
     """
     if isinstance(into.matrix, ByteMatrix):
         return _ByteLoad(matrix, into.matrix, into, read, read_into, bytes_of, max_elements)
-    return _NibbleLoad(matrix, into.matrix, into, read, bytes_of, max_elements)
+    load = _RowLoad if is_stored_by_row(matrix) else _ColumnLoad
+    return load(matrix, into.matrix, into, read, bytes_of, max_elements)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,9 +243,6 @@ class _ByteLoad(HeldLoad):
         first = self.into.begin // self.held.plan.height
         yield _small_piece(self.held.scales[:, first : first + scales.shape[1]], scales)
 
-    def finish(self) -> None:
-        pass
-
     def _fill_codes(self, begin: int, memory: Tensor) -> None:
         self.read_into(StoredPart.WEIGHT, begin, memory)
         if not self.held.plan.is_fp8:
@@ -244,7 +262,7 @@ class _ByteLoad(HeldLoad):
 
 
 class _NibbleLoad(HeldLoad):
-    """Codes are unpacked to one byte each on the host, and packed for products on the device."""
+    """A load of codes of 4 bits, which are packed in the order of the columns."""
 
     def __init__(
         self,
@@ -256,20 +274,64 @@ class _NibbleLoad(HeldLoad):
         max_elements: int,
     ) -> None:
         self._matrix, self._held, self._into = matrix, held, into
-        self._read, self._bytes_of, self._max_elements = read, bytes_of, max_elements
-        self._groups = stored_groups(matrix, read)
-        index = self._groups.index
+        self._half, self._device = held.plan.half, held.codes.device
+        self._read, self._bytes_of = read, bytes_of
+        index = stored_index(matrix, read)
         self._order = None if index is None else _order(matrix, held, index)
-        self._codes = torch.empty(tuple(matrix.shape), dtype=torch.uint8, device=held.codes.device)
+        _set_order(matrix, held, into, self._order)
+        self._tiles = tuple(tiles(matrix, 0, num_rows(matrix), max_elements=max_elements))
 
-    def pieces(self) -> Iterator[WeightPiece]:
-        held, groups, part = self._held, self._groups, slice(self._into.begin, self._into.end)
-        yield _small_piece(held.scales[:, part], groups.scales)
+    def _group_pieces(self, tile: Tile) -> Iterator[WeightPiece]:
+        """Scales and zero points of the rows of a tile."""
+        held, groups = self._held, stored_groups(self._matrix, tile, self._read)
+        rows = slice(self._into.begin + tile.row_begin, self._into.begin + tile.row_end)
+        yield _small_piece(held.scales[:, rows], groups.scales)
         if held.zeros is not None:
             assert groups.zeros is not None, "zero points of another format"
-            yield _small_piece(held.zeros[:, part], groups.zeros)
-        for tile in tiles(self._matrix, 0, self._matrix.shape[0], max_elements=self._max_elements):
-            window = self._codes[tile.row_begin : tile.row_end, tile.column_begin : tile.column_end]
+            yield _small_piece(held.zeros[:, rows], groups.zeros)
+
+
+class _RowLoad(_NibbleLoad):
+    """Codes of whole rows are packed for products on the host."""
+
+    def pieces(self) -> Iterator[WeightPiece]:
+        for tile in self._tiles:
+            yield from self._group_pieces(tile)
+            window = self._held.codes[self._into.begin + tile.row_begin : self._into.begin + tile.row_end]
+            yield WeightPiece(
+                window, partial(self._fill_codes, tile), self._bytes_of(tile.size), is_unpacked=True
+            )
+
+    def _fill_codes(self, tile: Tile, memory: Tensor) -> None:
+        codes = nibble_codes(self._matrix, tile, self._read)
+        if self._order is not None:
+            codes = codes[:, self._order.long()]
+        memory.copy_(packed_nibbles(codes, self._half))
+
+
+class _ColumnLoad(_NibbleLoad):
+    """Codes are unpacked to one byte each on the host, and packed for products on the device."""
+
+    has_end = True
+
+    def __init__(
+        self,
+        matrix: PackedMatrix,
+        held: NibbleMatrix,
+        into: HeldRows,
+        read: ReadElements,
+        bytes_of: Callable[[int], int],
+        max_elements: int,
+    ) -> None:
+        """Memory for codes is allocated here, before uploads are fenced, see `WeightReads.copy`."""
+        super().__init__(matrix, held, into, read, bytes_of, max_elements)
+        self._codes = torch.empty(tuple(matrix.shape), dtype=torch.uint8, device=self._device)
+
+    def pieces(self) -> Iterator[WeightPiece]:
+        height, width = self._codes.shape
+        yield from self._group_pieces(Tile(0, height, 0, width))
+        for tile in self._tiles:
+            window = self._codes[:, tile.column_begin : tile.column_end]
             fill = partial(self._fill_codes, tile)
             yield WeightPiece(window, fill, self._bytes_of(tile.size), is_unpacked=True)
 
@@ -277,14 +339,15 @@ class _NibbleLoad(HeldLoad):
         memory.copy_(nibble_codes(self._matrix, tile, self._read))
 
     def finish(self) -> None:
-        held, into = self._held, self._into
-        _set_order(self._matrix, held, into, self._order)
+        held, order = self._held, self._order
+        if order is not None:
+            order = order.long().to(self._device)
         for begin in range(0, len(self._codes), _QUANTIZED_ROWS):
             chunk = self._codes[begin : begin + _QUANTIZED_ROWS]
-            if held.order is not None:
-                chunk = chunk[:, held.order.long()]
-            first = into.begin + begin
-            held.codes[first : first + len(chunk)].copy_(packed_nibbles(chunk, held.plan.half))
+            if order is not None:
+                chunk = chunk[:, order]
+            first = self._into.begin + begin
+            held.codes[first : first + len(chunk)].copy_(packed_nibbles(chunk, self._half))
 
 
 def _small_piece(target: Tensor, values: Tensor) -> WeightPiece:
@@ -315,13 +378,26 @@ def _group_sizes(columns: int, width: int) -> Tensor:
 
 def _set_order(matrix: PackedMatrix, held: NibbleMatrix, into: HeldRows, order: Tensor | None) -> None:
     """Tensors of one stack have one input, so they must have one order. Raises ValueError."""
-    if held.num_loaded == 0:
-        held.order = None if order is None else order.to(held.codes.device)
-    elif (order is None) != (held.order is None) or (
-        order is not None and held.order is not None and not torch.equal(order, held.order.cpu())
-    ):
-        raise ValueError(
-            f"tensor {matrix.name} has its columns in another order of groups than those it is multiplied "
-            "with, which GPUs do not do with weights as they are stored: start workers with --kernels plain"
-        )
-    held.num_loaded += into.end - into.begin
+    plan = held.plan
+    first, last = (row * plan.experts // plan.rows for row in (into.begin, into.end - 1))
+    if order is not None and held.order is None:
+        in_order = torch.arange(plan.columns, dtype=torch.int32, device=held.codes.device)
+        held.order = in_order.repeat(plan.experts, 1)
+    for expert in range(first, last + 1):
+        if expert not in held.ordered:
+            held.ordered.add(expert)
+            if order is not None and held.order is not None:
+                held.order[expert] = order.to(held.order.device)
+        elif not _has_order(held, expert, order):
+            raise ValueError(
+                f"tensor {matrix.name} has its columns in another order of groups than those it is multiplied"
+                " with, which GPUs do not do with weights as they are stored: start workers with --kernels"
+                " plain"
+            )
+
+
+def _has_order(held: NibbleMatrix, expert: int, order: Tensor | None) -> bool:
+    if held.order is None:
+        return order is None
+    expected = torch.arange(held.plan.columns, dtype=torch.int32) if order is None else order
+    return torch.equal(held.order[expert].cpu(), expected)

@@ -78,8 +78,9 @@ class DenseWeights:
 class ExpertsWeights:
     """A mixture of experts: router [experts, hidden_size], `up` [experts, 2 * width, hidden_size] with the
     gate's rows first, or only the ups' if they are not gated, and `down` [experts, hidden_size, width];
-    biases lack the last dimension. With `Experts.latent_width`, that replaces hidden_size in `up` and `down`,
-    between `latent_in` [latent_width, hidden_size] and `latent_out`, its transposed shape.
+    biases lack the last dimension. A held matrix has those of all experts one below the other. With
+    `Experts.latent_width`, that replaces hidden_size in `up` and `down`, between `latent_in` [latent_width,
+    hidden_size] and `latent_out`, its transposed shape.
 
     `choice_bias` [experts] is float32, and so is the router if its plan `is_wide`. `shared_weight` is
     [1, hidden_size], `router_norm` [hidden_size], `expert_scale` [experts]. `hash_table` int16 [vocabulary,
@@ -89,9 +90,9 @@ class ExpertsWeights:
     router: Tensor
     router_bias: Tensor | None
     choice_bias: Tensor | None
-    up: Tensor
+    up: Weight
     up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
     shared: DenseWeights | None
     shared_weight: Tensor | None
@@ -394,9 +395,9 @@ def _feed_forward(plan: FeedForwardPlan, tensors: _Allocation) -> DenseWeights |
         router=tensors.found(TensorRole.ROUTER, "weight"),
         router_bias=tensors.get(TensorRole.ROUTER, "bias"),
         choice_bias=tensors.get(TensorRole.CHOICE_BIAS, CHOICE_BIAS_KIND),
-        up=tensors.found(TensorRole.EXPERT_UP, "weight"),
+        up=tensors.matrix(TensorRole.EXPERT_UP),
         up_bias=tensors.get(TensorRole.EXPERT_UP, "bias"),
-        down=tensors.found(TensorRole.EXPERT_DOWN, "weight"),
+        down=tensors.matrix(TensorRole.EXPERT_DOWN),
         down_bias=tensors.get(TensorRole.EXPERT_DOWN, "bias"),
         shared=_dense(tensors, TensorRole.SHARED_UP, TensorRole.SHARED_DOWN) if has_shared else None,
         shared_weight=tensors.get(TensorRole.SHARED_WEIGHT, "weight"),
@@ -483,7 +484,11 @@ class _Allocation:
         found = [self._places[role, tensor.kind] for role in tensor.roles]
         (into, begin, _), (last, _, end) = found[0], found[-1]
         if not isinstance(into, Tensor):
-            return HeldRows(into, begin, end)
+            height = into.plan.rows // into.plan.experts
+            if tensor.is_stack:
+                return HeldRows(into, 0, into.plan.rows)
+            first = height * (tensor.expert or 0)
+            return HeldRows(into, first + begin, first + end)
         is_one = into is last
         if tensor.expert is not None:
             place = into[tensor.expert][begin:end]

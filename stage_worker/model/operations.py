@@ -27,6 +27,7 @@ from stage_worker.model.attention_views import DecodeView, PrefillView
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.kernels import AttentionMethod, Kernels, load, load_triton
 from stage_worker.model.norms import NormWeights, RowNorm, rms_norm, row_norm
+from stage_worker.model.projections import Weight
 from stage_worker.model.rope import RotaryTable, rotate_
 from stage_worker.model.step_layout import LayerKv
 
@@ -171,10 +172,8 @@ HeadFunction = Callable[[Tensor, RotaryTable, LayerKv], None]
 the step's pages; normed and rotated queries replace the given ones.
 """
 Function = Callable[[Tensor], Tensor]
-Products = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Rows [m, out] of rows [m, in] sorted by expert, matrices [experts, out, in], and the numbers of rows of
-each expert, int64 [experts].
-"""
+Products = Callable[[Tensor, Tensor], Tensor]
+"""Rows [m, out] of rows [m, in] sorted by expert and the numbers of rows of each expert, int64 [experts]."""
 
 
 class Operations(Protocol):
@@ -237,8 +236,10 @@ class Operations(Protocol):
     def other_gate(self, activation: Activation | ClampedSwiGlu) -> Function | None:
         """Like `gate`, with another activation than SILU."""
 
-    def expert_products(self, matrices: Tensor) -> Products | None:
-        """The products of all experts with `matrices` [experts, out, in]."""
+    def expert_products(self, matrices: Weight, biases: Tensor | None) -> Products | None:
+        """The products of all experts with `matrices` [experts, out, in], or with held ones one below the
+        other, plus `biases` [experts, out].
+        """
 
 
 def operations(kernels: Kernels) -> Operations:
@@ -300,7 +301,7 @@ class _SeparateOperations:
     def other_gate(self, activation: Activation | ClampedSwiGlu) -> Function | None:
         return None
 
-    def expert_products(self, matrices: Tensor) -> Products | None:
+    def expert_products(self, matrices: Weight, biases: Tensor | None) -> Products | None:
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from checkpoint import Attention, Blueprint, Compressed, GatedDelta, KimiDelta, Latent, Mamba2, Mixer, NoMixer
 from checkpoint.names import TensorRole
 from checkpoint.tensors import layer_tensors, rows_of_roles
+from stage_worker.model.held_matrices import HeldRows
 from stage_worker.model.layer_weights import (
     AttentionWeights,
     DeltaWeights,
@@ -29,13 +31,20 @@ def arrange_stacks(config: Blueprint, layer: int, destinations: Destinations) ->
     for tensor in layer_tensors(config, layer):
         if not (tensor.is_transposed or tensor.is_alternating):
             continue
-        stack = destinations[tensor.name]
-        assert isinstance(stack, Tensor), "a stack that is held as it is stored"
-        for stored in stack:
+        for stored in _matrices(destinations[tensor.name]):
             ordered = stored.t() if tensor.is_transposed else stored
             if tensor.is_alternating:
-                ordered = ordered.unflatten(0, (-1, len(tensor.roles))).transpose(0, 1)
-            stored.view(-1).copy_(ordered.reshape(-1))
+                ordered = torch.unflatten(ordered, 0, (-1, len(tensor.roles))).transpose(0, 1)
+            stored.copy_(ordered.reshape(stored.shape))
+
+
+def _matrices(stack: Tensor | HeldRows) -> Iterator[Tensor]:
+    """The matrix or the bias of each expert; of a held one, all that belongs to its rows."""
+    if isinstance(stack, Tensor):
+        yield from stack
+        return
+    for part in stack.matrix.by_row():
+        yield from torch.unflatten(part, 0, (stack.matrix.plan.experts, -1))
 
 
 def scale_rows(config: Blueprint, layer: int, destinations: Destinations) -> None:

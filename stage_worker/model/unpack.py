@@ -77,7 +77,7 @@ class Tile:
 def tiles(matrix: PackedMatrix, row_begin: int, row_end: int, *, max_elements: int) -> Iterator[Tile]:
     """Yield the tiles of rows [row_begin, row_end), in file order, each of about `max_elements` or fewer."""
     columns = matrix.shape[-1]
-    if isinstance(matrix.scheme, Gptq | Awq):
+    if not is_stored_by_row(matrix):
         step = max(max_elements // (row_end - row_begin) // WORD_BITS, 1) * WORD_BITS
         for begin in range(0, columns, step):
             yield Tile(row_begin, row_end, begin, min(begin + step, columns))
@@ -198,18 +198,15 @@ def _nibbles(octets: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StoredGroups:
-    """Scales float32, or uint8 of E8M0, and zero points uint8 (None: 8) [groups, rows] of a matrix of 4 bits,
-    and the checked groups of columns, int64 [columns] (None: in order).
-    """
+    """Scales float32, or uint8 of E8M0, and zero points uint8 (None: 8) [groups, rows] of rows of 4 bits."""
 
     scales: Tensor
     zeros: Tensor | None
-    index: Tensor | None
 
 
 def nibble_codes(matrix: PackedMatrix, tile: Tile, read: ReadElements) -> Tensor:
     """Codes uint8 [rows, columns] of a tile of `tiles`, of a format of 4-bit integers or floats."""
-    num_rows, columns = matrix.shape
+    *_, height, columns = matrix.shape
     rows = slice(tile.row_begin, tile.row_end)
     match matrix.scheme:
         case Fp4():
@@ -221,51 +218,66 @@ def nibble_codes(matrix: PackedMatrix, tile: Tile, read: ReadElements) -> Tensor
             return _nibbles(words.view(torch.uint8)).view(tile.num_rows, -1)[:, :columns]
         case Gptq():
             first, last = tile.column_begin // _PER_WORD, tile.column_end // _PER_WORD
-            words = read(StoredPart.WEIGHT, first * num_rows, last * num_rows).view(-1, num_rows)
+            words = read(StoredPart.WEIGHT, first * height, last * height).view(-1, height)
             return _codes(_transposed(words[:, rows]), 4)
         case Awq():
-            num_words = num_rows // _PER_WORD
+            num_words = height // _PER_WORD
             words = read(StoredPart.WEIGHT, tile.column_begin * num_words, tile.column_end * num_words)
             return _awq_codes(words.view(-1, num_words), rows).t()
     raise AssertionError(f"codes of {matrix.scheme.label}")
 
 
-def stored_groups(matrix: PackedMatrix, read: ReadElements) -> StoredGroups:
-    """What a matrix of 4-bit integers or floats has beside its codes.
+def is_stored_by_row(matrix: PackedMatrix) -> bool:
+    """Whether `tiles` are whole rows, and not all rows of some columns."""
+    return not isinstance(matrix.scheme, Gptq | Awq)
 
-    Raises BadHeader, and ValueError for scales of floats that are not numbers.
+
+def stored_groups(matrix: PackedMatrix, tile: Tile, read: ReadElements) -> StoredGroups:
+    """What whole rows of 4-bit integers or floats have beside their codes: of a tile if the matrix
+    `is_stored_by_row`, or of all rows.
+
+    Raises ValueError for scales of floats that are not numbers.
     """
-    (num_rows, columns), scheme = matrix.shape, matrix.scheme
+    scheme, columns = matrix.scheme, matrix.shape[-1]
     if isinstance(scheme, Fp4):
-        return StoredGroups(scales=_held_fp4_scales(matrix, scheme, read).t(), zeros=None, index=None)
+        return StoredGroups(scales=_held_fp4_scales(matrix, scheme, tile, read).t(), zeros=None)
     assert isinstance(scheme, PackedInts | Gptq | Awq), "groups of another format"
-    scales = read(StoredPart.SCALE, 0, -1).float()
     groups = _num_blocks(columns, scheme.group)
-    index = None
-    if StoredPart.GROUP_INDEX in matrix.parts:
-        index = _group_index(matrix, read(StoredPart.GROUP_INDEX, 0, columns), groups)
     if isinstance(scheme, PackedInts):
+        scales = read(StoredPart.SCALE, tile.row_begin * groups, tile.row_end * groups).float()
         zeros = None
         if not scheme.is_symmetric:
-            whole = Tile(0, num_rows, 0, columns)
-            zeros = _zero_points(scheme, whole, groups, read).t().to(torch.uint8)
-        return StoredGroups(scales=scales.view(num_rows, groups).t(), zeros=zeros, index=index)
+            zeros = _zero_points(scheme, tile, groups, read).t().to(torch.uint8)
+        return StoredGroups(scales=scales.view(tile.num_rows, groups).t(), zeros=zeros)
+    height = tile.num_rows
+    assert height == num_rows(matrix), "some rows of a matrix that is stored by columns"
     words = read(StoredPart.ZERO_POINT, 0, -1).view(groups, -1)
     if isinstance(scheme, Gptq):
         zeros = _codes(words, 4) + scheme.zero_offset
     else:
-        zeros = _awq_codes(words, slice(0, num_rows))
-    return StoredGroups(scales=scales.view(groups, num_rows), zeros=zeros, index=index)
+        zeros = _awq_codes(words, slice(0, height))
+    return StoredGroups(scales=read(StoredPart.SCALE, 0, -1).float().view(groups, height), zeros=zeros)
 
 
-def _held_fp4_scales(matrix: PackedMatrix, scheme: Fp4, read: ReadElements) -> Tensor:
-    """Scales of all groups, [rows, groups]: uint8 exponents of MXFP4, float32 of NVFP4."""
+def stored_index(matrix: PackedMatrix, read: ReadElements) -> Tensor | None:
+    """The checked groups of columns, int64 [columns]; None if in order. Raises BadHeader."""
+    if StoredPart.GROUP_INDEX not in matrix.parts:
+        return None
+    scheme, columns = matrix.scheme, matrix.shape[-1]
+    assert isinstance(scheme, PackedInts | Gptq), "groups of another format"
+    index = read(StoredPart.GROUP_INDEX, 0, columns)
+    return _group_index(matrix, index, _num_blocks(columns, scheme.group))
+
+
+def _held_fp4_scales(matrix: PackedMatrix, scheme: Fp4, tile: Tile, read: ReadElements) -> Tensor:
+    """Scales of the rows of a tile, [rows, groups]: uint8 exponents of MXFP4, float32 of NVFP4."""
     groups = matrix.shape[-1] // scheme.group
-    numbers = _fp4_scales(scheme, 0, num_rows(matrix) * groups, read)
+    begin, end = tile.row_begin * groups, tile.row_end * groups
+    numbers = _fp4_scales(scheme, begin, end, read)
     if bool(numbers.isnan().any()):
         raise ValueError(f"tensor {matrix.name} has scales that are not numbers")
     if not scheme.is_nv:
-        numbers = read(StoredPart.SCALE, 0, -1).view(torch.uint8)
+        numbers = read(StoredPart.SCALE, begin, end).view(torch.uint8)
     return numbers.view(-1, groups)
 
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import groupby
 from math import isfinite, prod
 from pathlib import Path
 from typing import BinaryIO, Protocol, Self
@@ -65,8 +66,8 @@ def load_tensors(
     rows of a matrix that stays as it is stored.
 
     `reads` has the threads, and windows for destinations on a device; None reads here, for a CPU, in pieces
-    of `window_bytes`. Files are read in order of position, then matrices that stay as they are, one after the
-    other. `progress` is called after each piece; its exceptions end the load.
+    of `window_bytes`. Files are read in order of position, then matrices that stay as they are. `progress` is
+    called after each piece; its exceptions end the load.
 
     Raises:
         CheckpointNotFound: A file cannot be opened or read.
@@ -84,11 +85,23 @@ def load_tensors(
             for piece in _pieces(checkpoint, files, name, destination, window_bytes=window_bytes)
         )
         _fill(pieces, reads, progress)
-        for name in order:
-            if isinstance(held := destinations[name], HeldRows):
-                load = _held_load(checkpoint, files, name, held, window_bytes)
-                _fill(load.pieces(), reads, progress)
-                load.finish()
+        loads = (
+            _held_load(checkpoint, files, name, held, window_bytes)
+            for name in order
+            if isinstance(held := destinations[name], HeldRows)
+        )
+        _fill_held(loads, reads, progress)
+
+
+def _fill_held(loads: Iterator[HeldLoad], reads: WeightReads | None, progress: ReadProgress) -> None:
+    """Loads without an end share one pass of the readers: experts have many small matrices."""
+    for has_end, together in groupby(loads, lambda load: load.has_end):
+        if not has_end:
+            _fill((piece for load in together for piece in load.pieces()), reads, progress)
+            continue
+        for load in together:
+            _fill(load.pieces(), reads, progress)
+            load.finish()
 
 
 @torch.inference_mode()
@@ -267,7 +280,7 @@ def _held_load(
     checkpoint: Checkpoint, files: _Files, name: str, destination: HeldRows, window_bytes: int
 ) -> HeldLoad:
     matrix = checkpoint.packed[name]
-    assert matrix.shape[0] == destination.end - destination.begin, f"rows of {name}"
+    assert num_rows(matrix) == destination.end - destination.begin, f"rows of {name}"
     shares, read = _Shares(checkpoint, matrix), _reader(checkpoint, files, matrix)
 
     def read_into(part: StoredPart, begin: int, memory: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from checkpoint import Checkpoint, DType, WeightFormat
 from stage_worker.backends.contract import KernelsUnavailable
 from tests.checkpoints import make_checkpoint
-from tests.quantized import FORMATS, write_quantized
+from tests.gpt_oss import make_gpt_oss
+from tests.quantized import CONFIG, EIGHT_EXPERTS, FORMATS, write_quantized
 from tests.unit.stage_worker.model.pipeline import Pipeline
 from tests.unit.stage_worker.model.test_held_loading import HELD
 from tests.unit.stage_worker.model.test_parity import compute_in_chunks, random_sequences
@@ -34,13 +36,21 @@ def test_quantised_files_give_the_logits_of_a_cpu(form: str, prepared: torch.dev
     assert float((found - expected).abs().max() / expected.std()) < MOST_OF_FILES
 
 
+@pytest.mark.parametrize("config", [CONFIG, EIGHT_EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("form", sorted(HELD))
 def test_weights_as_they_are_stored_give_the_logits_of_a_cpu(
-    form: str, prepared: torch.device, tmp_path: Path
+    form: str, config: dict[str, Any], prepared: torch.device, tmp_path: Path
 ) -> None:
     """Skipped with the reason of a worker without Triton kernels."""
-    write_quantized(tmp_path / "model", FORMATS[form])
-    checkpoint = Checkpoint.open(tmp_path / "model")
+    write_quantized(tmp_path / "model", FORMATS[form], config=config)
+    assert_stored(Checkpoint.open(tmp_path / "model"), prepared)
+
+
+def test_mxfp4_experts_of_gpt_oss_give_the_logits_of_a_cpu(prepared: torch.device, tmp_path: Path) -> None:
+    assert_stored(Checkpoint.open(make_gpt_oss(tmp_path)[1]), prepared)
+
+
+def assert_stored(checkpoint: Checkpoint, prepared: torch.device) -> None:
     try:
         found = logits(checkpoint.with_stored(holds_stored=True), prepared)
     except KernelsUnavailable as error:

@@ -31,6 +31,7 @@ def unpacked(matrix: HeldMatrix) -> Tensor:
     found = (codes.float() - zeros) * matrix.scales[groups].t().float()
     if matrix.offsets is not None:
         found = found + matrix.offsets[groups].t().float()
-    return (
-        found if matrix.order is None else torch.empty_like(found).index_copy_(1, matrix.order.long(), found)
-    )
+    if matrix.order is None:
+        return found
+    orders = matrix.order.long().repeat_interleave(len(found) // plan.experts, 0)
+    return torch.empty_like(found).scatter_(1, orders, found)

@@ -13,14 +13,18 @@ from torch import Tensor
 
 from stage_worker.model.held_matrices import NibbleMatrix
 from stage_worker.model.triton_kernels.elements import from_e2m1, from_e8m0
+from stage_worker.model.triton_kernels.experts import expert_tile
 from stage_worker.model.triton_kernels.held_products import (
+    HeldKernel,
     code_product,
+    held_expert_products,
     held_product,
     input_tile,
     write_sum,
 )
 
 _MIDDLE = tl.constexpr(8)
+_NUM_STAGES = 4
 
 
 # fmt: off
@@ -48,16 +52,14 @@ def _plus_group(
 
 
 @triton.jit
-def nibble_kernel(
-    x, stride, order, codes, scales, zeros, offsets, bias, residual, residual_stride, found,
-    num_rows, num_outputs, WIDTH: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-    ROW_BYTES: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_EXPONENTS: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, WIDENS: tl.constexpr,
+def _nibble_sum(
+    x, stride, order, codes, scales, zeros, offsets, rows, is_row, outputs, is_output, num_outputs,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, ROW_BYTES: tl.constexpr,
+    IS_FLOAT: tl.constexpr, HAS_EXPONENTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    WIDENS: tl.constexpr,
 ):
-    """A tile of the product: grid [tiles of rows, tiles of outputs]. See `NibbleMatrix`."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    is_row, is_output, lanes = rows < num_rows, outputs < num_outputs, tl.arange(0, HALF)
+    """Products float32 [ROWS, OUTPUTS] of `rows` of `x` and `outputs`, rows of a matrix of `num_outputs`."""
+    lanes = tl.arange(0, HALF)
     of_outputs = codes + outputs.to(tl.int64)[:, None] * ROW_BYTES + lanes[None, :]
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for run in range(0, ROW_BYTES, HALF):
@@ -74,7 +76,47 @@ def nibble_kernel(
                 total, left, both >> 4, scales, zeros, offsets, outputs, is_output, (first + HALF) // GROUP,
                 num_outputs, IS_FLOAT, HAS_EXPONENTS, WIDENS,
             )
+    return total
+
+
+@triton.jit
+def nibble_kernel(
+    x, stride, order, codes, scales, zeros, offsets, bias, residual, residual_stride, found,
+    num_rows, num_outputs, WIDTH: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
+    ROW_BYTES: tl.constexpr, IS_FLOAT: tl.constexpr, HAS_EXPONENTS: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, WIDENS: tl.constexpr,
+):
+    """A tile of the product: grid [tiles of rows, tiles of outputs]. See `NibbleMatrix`."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_row, is_output = rows < num_rows, outputs < num_outputs
+    total = _nibble_sum(
+        x, stride, order, codes, scales, zeros, offsets, rows, is_row, outputs, is_output, num_outputs,
+        WIDTH, GROUP, HALF, ROW_BYTES, IS_FLOAT, HAS_EXPONENTS, ROWS, OUTPUTS, WIDENS,
+    )
     write_sum(total, rows, is_row, outputs, is_output, bias, residual, residual_stride, found, num_outputs)
+
+
+@triton.jit
+def nibble_expert_kernel(
+    x, stride, order, codes, scales, zeros, offsets, biases, counts, found, num_outputs,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, ROW_BYTES: tl.constexpr,
+    IS_FLOAT: tl.constexpr, HAS_EXPONENTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    WIDENS: tl.constexpr, EXPERTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
+):
+    """As `nibble_kernel`, of the rows of one expert, whose outputs are `num_outputs` rows of the matrix."""
+    expert, rows, end = expert_tile(counts, tl.program_id(0), EXPERTS, PADDED_EXPERTS, ROWS)
+    if expert >= PADDED_EXPERTS:
+        return
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_row, is_output, first = rows < end, outputs < num_outputs, expert * num_outputs
+    total = _nibble_sum(
+        x, stride, None if order is None else order + expert * WIDTH, codes, scales, zeros, offsets,
+        rows, is_row, first + outputs, is_output, EXPERTS * num_outputs,
+        WIDTH, GROUP, HALF, ROW_BYTES, IS_FLOAT, HAS_EXPONENTS, ROWS, OUTPUTS, WIDENS,
+    )
+    bias = None if biases is None else biases + first
+    write_sum(total, rows, is_row, outputs, is_output, bias, None, None, found, num_outputs)
 # fmt: on
 
 
@@ -82,13 +124,28 @@ def nibble_product(
     x: Tensor, matrix: NibbleMatrix, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """See `held_product`."""
+    kernel = HeldKernel(nibble_kernel, _constants(matrix), num_stages=_NUM_STAGES)
+    return held_product(kernel, x, matrix.plan, _tensors(matrix), bias, residual)
+
+
+def nibble_expert_products(
+    x: Tensor, counts: Tensor, matrix: NibbleMatrix, biases: Tensor | None = None
+) -> Tensor:
+    """See `held_expert_products`."""
+    kernel = HeldKernel(nibble_expert_kernel, _constants(matrix), num_stages=_NUM_STAGES)
+    return held_expert_products(kernel, x, counts, matrix.plan, _tensors(matrix), biases)
+
+
+def _constants(matrix: NibbleMatrix) -> dict[str, int]:
     plan = matrix.plan
-    constants = {
+    return {
         "GROUP": plan.group or 2 * plan.row_bytes,
         "HALF": plan.half,
         "ROW_BYTES": plan.row_bytes,
         "IS_FLOAT": plan.is_float,
         "HAS_EXPONENTS": plan.has_exponents,
     }
-    tensors = (matrix.order, matrix.codes, matrix.scales, matrix.zeros, matrix.offsets)
-    return held_product(nibble_kernel, x, plan, tensors, constants, bias, residual, num_stages=4)
+
+
+def _tensors(matrix: NibbleMatrix) -> tuple[Tensor | None, ...]:
+    return matrix.order, matrix.codes, matrix.scales, matrix.zeros, matrix.offsets

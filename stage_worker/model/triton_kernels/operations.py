@@ -12,13 +12,17 @@ from checkpoint import Attention, Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind
 from checkpoint.names import TensorRole
 from stage_worker.model.attention_views import DecodeView
+from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
 from stage_worker.model.kernels import has_head_kernel
 from stage_worker.model.norms import NormWeights, RowNorm
 from stage_worker.model.operations import Function, HeadFunction, Products
+from stage_worker.model.projections import Weight
 from stage_worker.model.rope import RotaryTable, rotate_
 from stage_worker.model.step_layout import LayerKv
 from stage_worker.model.triton_kernels import gates, heads
+from stage_worker.model.triton_kernels.byte_products import byte_expert_products
 from stage_worker.model.triton_kernels.experts import expert_products
+from stage_worker.model.triton_kernels.nibble_products import nibble_expert_products
 from stage_worker.model.triton_kernels.norms import KernelNorm, add_and_norm, picked_norm
 
 _OFFSETS = (NormKind.RMS_OFFSET, NormKind.LAYER_OFFSET)
@@ -100,8 +104,13 @@ class TritonOperations:
             return None
         return functools.partial(gates.gate, activation=activation)
 
-    def expert_products(self, matrices: Tensor) -> Products | None:
-        return expert_products
+    def expert_products(self, matrices: Weight, biases: Tensor | None) -> Products | None:
+        match matrices:
+            case NibbleMatrix():
+                return functools.partial(nibble_expert_products, matrix=matrices, biases=biases)
+            case ByteMatrix():
+                return functools.partial(byte_expert_products, matrix=matrices, biases=biases)
+        return functools.partial(expert_products, matrices=matrices, biases=biases)
 
 
 def _rotate_and_write(

@@ -33,9 +33,9 @@ from stage_worker.model.triton_kernels import attention as attention_kernels
 from stage_worker.model.triton_kernels import gates, heads, launch, sampling
 from stage_worker.model.triton_kernels import wire_rows as wire
 from stage_worker.model.triton_kernels.attention import attend
-from stage_worker.model.triton_kernels.byte_products import byte_product
+from stage_worker.model.triton_kernels.byte_products import byte_expert_products, byte_product
 from stage_worker.model.triton_kernels.experts import expert_products
-from stage_worker.model.triton_kernels.nibble_products import nibble_product
+from stage_worker.model.triton_kernels.nibble_products import nibble_expert_products, nibble_product
 from stage_worker.model.triton_kernels.operations import TritonOperations
 from stage_worker.model.triton_kernels.row_products import row_product
 from stage_worker.validation import SliceLayout
@@ -133,10 +133,10 @@ def gate(activation: Activation | ClampedSwiGlu, dtype: torch.dtype) -> None:
     gates.gate(new((128, 28672), dtype=dtype), activation)
 
 
-def experts(num_rows: int, dtype: torch.dtype) -> None:
-    expert_products(
-        new((num_rows, 2048), dtype=dtype), new((128, 1536, 2048), dtype=dtype), new(128, dtype=torch.int64)
-    )
+def experts(num_rows: int, dtype: torch.dtype, *, has_bias: bool = False) -> None:
+    biases = new((128, 1536), dtype=dtype) if has_bias else None
+    matrices, counts = new((128, 1536, 2048), dtype=dtype), new(128, dtype=torch.int64)
+    expert_products(new((num_rows, 2048), dtype=dtype), counts, matrices, biases)
 
 
 def row(num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
@@ -149,12 +149,13 @@ def row(num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
 ROW_COUNTS = {"decode": 8, "decodes": 24, "prompt": 512}
 
 
-def nibbles(num_rows: int, dtype: torch.dtype, *, group: int, **parts: torch.dtype) -> None:
+def nibbles(num_rows: int, dtype: torch.dtype, *, group: int, experts: int = 1, **parts: torch.dtype) -> None:
     """`parts` are dtypes of optional tensors of a matrix of 4 bits; `floats` is that of scales of E2M1."""
     plan = HeldNibbles(
-        rows=28672,
-        columns=4096,
+        rows=experts * (5760 if experts > 1 else 28672),
+        columns=2880 if experts > 1 and group <= 64 else 4096,
         group=group,
+        experts=experts,
         has_zeros="zeros" in parts,
         has_order="order" in parts,
         is_float="floats" in parts,
@@ -167,18 +168,36 @@ def nibbles(num_rows: int, dtype: torch.dtype, *, group: int, **parts: torch.dty
         scales=new(of_groups, dtype=parts.get("floats", parts.get("offsets", F32))),
         zeros=new(of_groups, dtype=parts["zeros"]) if "zeros" in parts else None,
         offsets=new(of_groups, dtype=parts["offsets"]) if "offsets" in parts else None,
-        order=new(plan.columns, dtype=parts["order"]) if "order" in parts else None,
+        order=new((experts, plan.columns), dtype=parts["order"]) if "order" in parts else None,
     )
-    nibble_product(new((num_rows, 4096), dtype=dtype), matrix, None, new((num_rows, 28672), dtype=dtype))
+    x = new((num_rows, plan.columns), dtype=dtype)
+    if experts > 1:
+        biases = new((experts, 5760), dtype=dtype) if "floats" in parts else None
+        nibble_expert_products(x, new(experts, dtype=torch.int64), matrix, biases)
+    else:
+        nibble_product(x, matrix, None, new((num_rows, 28672), dtype=dtype))
 
 
-def octets(num_rows: int, dtype: torch.dtype, *, height: int, width: int, is_fp8: bool) -> None:
-    plan = HeldBytes(rows=4096, columns=14336, height=height, width=width, is_fp8=is_fp8)
+def octets(
+    num_rows: int, dtype: torch.dtype, *, height: int, width: int, is_fp8: bool, experts: int = 1
+) -> None:
+    plan = HeldBytes(
+        rows=experts * 4096,
+        columns=7168 if experts > 1 else 14336,
+        height=height,
+        width=width,
+        is_fp8=is_fp8,
+        experts=experts,
+    )
     matrix = ByteMatrix(
         plan=plan,
         codes=new((plan.rows, plan.columns), dtype=torch.uint8),
         scales=new((plan.num_blocks, plan.num_row_blocks), dtype=F32),
     )
+    if experts > 1:
+        x = new((num_rows, plan.columns), dtype=dtype)
+        byte_expert_products(x, new(experts, dtype=torch.int64), matrix)
+        return
     bias = new(plan.rows, dtype=dtype)
     byte_product(new((num_rows, plan.columns), dtype=dtype), matrix, bias, None)
 
@@ -207,6 +226,30 @@ def _held_cases() -> dict[str, Callable[[], None]]:
             "int8-rows": partial(octets, height=1, width=0, is_fp8=False),
         }.items():
             cases[f"{name}-{phase}"] = partial(case, num_rows, BF16)
+    return cases | _held_expert_cases()
+
+
+EXPERT_ROW_COUNTS = {"decode": 64, "decodes": 4096, "prompt": 65536}
+"""Rows that choose 128 experts, for each of the tiles."""
+
+
+def _held_expert_cases() -> dict[str, Callable[[], None]]:
+    forms: dict[str, Callable[..., None]] = {
+        "mxfp4": partial(nibbles, group=32, floats=torch.uint8),
+        "nvfp4": partial(nibbles, group=16, floats=F32),
+        "gptq": partial(nibbles, group=128, zeros=torch.uint8, order=torch.int32),
+        "quantize-int4": partial(nibbles, group=32, offsets=BF16),
+        "fp8-blocks": partial(octets, height=128, width=128, is_fp8=True),
+        "int8-rows": partial(octets, height=1, width=0, is_fp8=False),
+    }
+    wide = ("mxfp4", "fp8-blocks")
+    cases: dict[str, Callable[[], None]] = {}
+    for phase, num_rows in EXPERT_ROW_COUNTS.items():
+        for form, case in forms.items():
+            for name, dtype in DTYPES.items():
+                if dtype is BF16 or form in wide:
+                    key = f"experts-{form}-{phase}-{name}"
+                    cases[key] = partial(case, num_rows, dtype, experts=128)
     return cases
 
 
@@ -251,6 +294,7 @@ def _cases() -> dict[str, Callable[[], None]]:
         cases[f"row-{name}"] = partial(row, 28672, 4096, dtype)
         cases[f"odd-row-{name}"] = partial(row, 50_257, 2880, dtype)
     cases["experts-many-rows"] = partial(experts, 65536, BF16)
+    cases["experts-with-biases"] = partial(experts, 4096, BF16, has_bias=True)
     cases["heads-qk-norm-fp8"] = partial(
         head_step, 8, 4, 256, BF16, has_norm=True, element=torch.float8_e4m3fn
     )

@@ -55,7 +55,7 @@ def nibble_matrix(
         codes=packed_nibbles(codes, plan.half),
         scales=scales,
         zeros=zeros,
-        order=None if order is None else order.int(),
+        order=None if order is None else order.int()[None],
     )
     groups = torch.arange(columns) // (group or columns)
     zero = 8 if zeros is None else zeros.double().t()[:, groups]

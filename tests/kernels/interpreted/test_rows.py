@@ -1,4 +1,4 @@
-"""Norms, sums, gates, heads and grouped products equal torch's operators, in the interpreter.
+"""Norms, sums, gates and heads equal torch's operators, in the interpreter.
 
 float32 to 1e-5, float16 to 2e-3, bfloat16 to one step of the last bit.
 """
@@ -19,7 +19,6 @@ from checkpoint.names import TensorRole
 from kvcache.pages import KvPages
 from kvcache.scaled_pages import ScaledPages
 from stage_worker.model.decoder_layer import SeparateHeads
-from stage_worker.model.experts import separate_products
 from stage_worker.model.feed_forward import gated
 from stage_worker.model.kernels import BY_TRITON, PLAIN, ProductMethod
 from stage_worker.model.norms import NormWeights
@@ -267,13 +266,3 @@ def test_a_row_of_8_bits_that_is_not_finite_has_no_finite_element(element: torch
     assert not bool(values[0, 0, SLOTS[1]].isfinite().any())
     assert bool(keys[0].isfinite().all())
     assert bool(values[1].isfinite().all())
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("counts", [[0, 5, 0, 1], [0, 0, 0, 0], [70, 0, 3, 17], [1, 1, 1, 1], [300, 0, 1, 0]])
-def test_products_of_experts(counts: list[int], dtype: torch.dtype) -> None:
-    x, matrices = random(sum(counts), 72, dtype=dtype), random(4, 100, 72, dtype=dtype, seed=1) / 8
-    products = TRITON.expert_products(matrices)
-    assert products is not None
-    numbers = torch.tensor(counts)
-    assert_equal(products(x, matrices, numbers), separate_products(x, matrices, numbers))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from checkpoint import Checkpoint, DType
+from checkpoint import Checkpoint, DType, layer_sizes
 from stage_worker.loading.reference import StreamedModel
+from stage_worker.model.held_matrices import NibbleMatrix
+from stage_worker.model.layer_weights import ExpertsWeights, allocate_layer
+from stage_worker.model.row_orders import arrange_stacks
+from stage_worker.model.weights import load_tensors
 from tests.checkpoints import load_reference
-from tests.families import make_family
-from tests.quantized import mxfp4
+from tests.gpt_oss import make_gpt_oss
+from tests.kernels.held import unpacked
 from tests.unit.stage_worker.model.pipeline import Pipeline
 from tests.unit.stage_worker.model.test_families import spread_of
 from tests.unit.stage_worker.model.test_parity import (
@@ -24,39 +24,10 @@ from tests.unit.stage_worker.model.test_parity import (
     reference_logits,
 )
 
-PUBLISHED = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"),
-    ],
-}
-
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A plain checkpoint, [experts, in, out], and a packed one, [experts, out, in], of the same weights."""
-    parent = tmp_path_factory.mktemp("gpt_oss")
-    plain = make_family(parent / "plain", "gpt_oss", num_layers=2)
-    packed = parent / "packed"
-    shutil.copytree(plain, packed)
-    config = json.loads((packed / "config.json").read_text()) | {"quantization_config": PUBLISHED}
-    (packed / "config.json").write_text(json.dumps(config))
-    tensors = load_file(plain / "model.safetensors")
-    stored = dict(tensors)
-    rng = np.random.default_rng(5)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        num_experts, columns, rows = tensors[name].shape
-        found = [mxfp4(is_gpt_oss=True)(rng, name, rows, columns) for _ in range(num_experts)]
-        weights = torch.from_numpy(np.stack([matrix for _, matrix in found]))
-        tensors[name] = weights.transpose(1, 2).contiguous()
-        del stored[name]
-        for part in (f"{name}_blocks", f"{name}_scales"):
-            given = [written[part] for written, _ in found]
-            octets = np.stack([np.frombuffer(one.data, np.uint8).reshape(one.shape) for one in given])
-            stored[part] = torch.from_numpy(octets)
-    for directory, content in ((plain, tensors), (packed, stored)):
-        save_file(content, directory / "model.safetensors", metadata={"format": "pt"})
-    return plain, packed
+    return make_gpt_oss(tmp_path_factory.mktemp("gpt_oss"))
 
 
 def test_packed_experts_compute_like_plain_ones_and_like_transformers(both: tuple[Path, Path]) -> None:
@@ -82,3 +53,28 @@ def test_the_streamed_reference_reads_packed_experts(
             found.append(torch.cat([block for _, block in model.logits(hidden)], dim=-1)[0])
     expected = reference_logits(load_reference(both[0]), random_sequences([40])[0].tokens)
     assert max(spread_of(logits, expected) for logits in found) < 1e-4
+
+
+def test_held_experts_are_those_that_are_unpacked(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of gates and ups take turns in the file, and windows end within matrices."""
+    unheld = Checkpoint.open(both[1])
+    found = []
+    for checkpoint in (unheld, unheld.with_stored(holds_stored=True)):
+        weights, destinations = allocate_layer(checkpoint.config, 1, torch.empty)
+        load_tensors(checkpoint, destinations, window_bytes=2 * 64 * 7)
+        arrange_stacks(checkpoint.config, 1, destinations)
+        assert isinstance(weights.feed_forward, ExpertsWeights)
+        found.append(weights.feed_forward)
+    for name in ("up", "down"):
+        expected, matrix = (getattr(one, name) for one in found)
+        assert torch.equal(unpacked(matrix), expected.flatten(0, 1))
+    assert torch.equal(found[0].up_bias, found[1].up_bias)  # type: ignore[arg-type]
+    held = layer_sizes(unheld.with_stored(holds_stored=True).config, DType.F32)
+    saved = sum(
+        4 * one.plan.rows * one.plan.columns - one.codes.numel() - one.scales.numel()
+        for one in (found[1].up, found[1].down)
+        if isinstance(one, NibbleMatrix)
+    )
+    assert layer_sizes(unheld.config, DType.F32)[1] - held[1] == saved

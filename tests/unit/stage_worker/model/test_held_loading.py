@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +13,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import Attention, Checkpoint, DType, layer_sizes
+from checkpoint import Attention, Checkpoint, DType, held_expert_bytes, layer_sizes
 from checkpoint.held import HeldBytes, held_plans
-from checkpoint.names import TensorRole
+from checkpoint.names import EXPERT_ROLES, TensorRole
+from checkpoint.quantization import Quantization
 from stage_worker.model.held_matrices import HeldMatrix, NibbleMatrix
-from stage_worker.model.layer_weights import AttentionWeights, DenseWeights, LayerWeights, allocate_layer
+from stage_worker.model.layer_weights import (
+    AttentionWeights,
+    DenseWeights,
+    ExpertsWeights,
+    LayerWeights,
+    allocate_layer,
+)
 from stage_worker.model.row_orders import reorder_heads
 from stage_worker.model.weights import load_tensors
 from tests.kernels.held import unpacked
-from tests.quantized import CONFIG, FORMATS, LATENT_CONFIG, QuantizedFormat, gptq, write_quantized
+from tests.quantized import (
+    CONFIG,
+    EIGHT_EXPERTS,
+    FORMATS,
+    LATENT_CONFIG,
+    MOE_CONFIG,
+    QuantizedFormat,
+    Written,
+    gptq,
+    write_quantized,
+)
 
 HELD = {
     "fp8-block-bf16",
@@ -115,12 +133,74 @@ def test_plans_count_what_is_in_memory(form: str, tmp_path: Path) -> None:
     assert sizes[0][0] - sizes[1][0] == saved > 0
 
 
-def test_experts_are_unpacked_and_shared_ones_are_not(tmp_path: Path) -> None:
+def test_experts_and_shared_ones_are_held(tmp_path: Path) -> None:
     checkpoint, _, _ = loaded(tmp_path, FORMATS["fp8-block-bf16"], 1, LATENT_CONFIG)
     assert set(held_plans(checkpoint.config, 1)) == {
         *(TensorRole.Q_DOWN, TensorRole.Q_UP, TensorRole.KV_DOWN, TensorRole.O),
-        *(TensorRole.SHARED_GATE, TensorRole.SHARED_DOWN),
+        *(TensorRole.SHARED_GATE, TensorRole.SHARED_DOWN, TensorRole.EXPERT_GATE, TensorRole.EXPERT_DOWN),
     }
+
+
+def experts_of(weights: LayerWeights) -> dict[tuple[str, ...], Tensor | HeldMatrix]:
+    assert isinstance(weights.feed_forward, ExpertsWeights)
+    return {("gate", "up"): weights.feed_forward.up, ("down",): weights.feed_forward.down}
+
+
+def ordered_by_expert(rng: np.random.Generator, name: str, rows: int, columns: int) -> Written:
+    """Every expert has another order of groups, the same for its gate and up."""
+    if (expert := re.search(r"experts\.(\d+)", name)) is None:
+        return gptq(4, 32)(rng, name, rows, columns)
+    return gptq(4, 32, shares_order=False)(np.random.default_rng(int(expert[1])), name, rows, columns)
+
+
+def second_out_of_order(rng: np.random.Generator, name: str, rows: int, columns: int) -> Written:
+    has_order = "experts.1." in name
+    return gptq(4, 32, has_order=has_order)(rng, name, rows, columns)
+
+
+EXPERT_FORMS = FORMATS | {
+    "gptq-by-expert": replace(FORMATS["gptq"], write=ordered_by_expert),
+    "gptq-one-expert": replace(FORMATS["gptq"], write=second_out_of_order),
+}
+
+
+@pytest.mark.parametrize("form", EXPERT_FORMS)
+def test_weights_of_experts_are_those_of_the_files(form: str, tmp_path: Path) -> None:
+    checkpoint, weights, expected = loaded(tmp_path, EXPERT_FORMS[form], 1, EIGHT_EXPERTS)
+    plans = held_plans(checkpoint.config, 1)
+    for (modules, matrix), role in zip(
+        experts_of(weights).items(), (TensorRole.EXPERT_GATE, TensorRole.EXPERT_DOWN), strict=True
+    ):
+        is_held = form.removesuffix("-by-expert").removesuffix("-one-expert") in HELD
+        assert is_held == (role in plans) == (not isinstance(matrix, Tensor))
+        found = matrix.flatten(0, 1) if isinstance(matrix, Tensor) else unpacked(matrix)
+        parts = [
+            stacked(expected, 1, *(f"mlp.experts.{expert}.{part}" for part in modules)) for expert in range(8)
+        ]
+        assert torch.equal(found, torch.cat(parts))
+        if not isinstance(matrix, Tensor):
+            missing = 0
+            if isinstance(matrix, NibbleMatrix) and matrix.plan.has_order and matrix.order is None:
+                missing = 4 * 8 * matrix.plan.columns
+            assert plans[role].num_bytes == size_of(matrix) + missing
+
+
+def test_a_format_that_one_expert_lacks_is_unpacked(tmp_path: Path) -> None:
+    write_quantized(tmp_path, FORMATS["float-channel"], config=MOE_CONFIG)
+    config = Checkpoint.open(tmp_path).with_stored(holds_stored=True).config
+    assert isinstance(config.quantization, Quantization)
+    plain = replace(config.quantization, ignore=(*config.quantization.ignore, "re:.*experts.2.up_proj"))
+    roles = {role for role in held_plans(replace(config, quantization=plain), 1) if role in EXPERT_ROLES}
+    assert roles == {TensorRole.EXPERT_DOWN}
+
+
+def test_a_decode_step_reads_the_bytes_of_held_experts(tmp_path: Path) -> None:
+    checkpoint, _, _ = loaded(tmp_path, FORMATS["pack4-group"], 1, MOE_CONFIG)
+    plans = held_plans(checkpoint.config, 1)
+    held = held_expert_bytes(checkpoint.config, 1, DType.BF16)
+    assert held == sum(plan.num_bytes for role, plan in plans.items() if role in EXPERT_ROLES)
+    plain = checkpoint.with_stored(holds_stored=False).config
+    assert held_expert_bytes(plain, 1, DType.BF16) == 2 * 4 * 3 * 64 * 128
 
 
 def test_nothing_is_held_unless_the_plan_says_so(tmp_path: Path) -> None:
