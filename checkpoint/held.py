@@ -7,13 +7,14 @@ are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from checkpoint.blueprint import Blueprint, Experts, Latent, LayerPlan, Mixer, Opaque
 from checkpoint.compressed import Compressed
 from checkpoint.dtypes import INT4_GROUP, INT4_ROWS, DType, PackedDType, ScaledDType, WeightFormat
 from checkpoint.errors import UnsupportedModel
-from checkpoint.names import EXPERT_ROLES, TensorRole
+from checkpoint.names import EXPERT_ROLES, NameTable, Pack, TensorRole
 from checkpoint.quantization import Awq, Fp4, Gptq, PackedInts, Quantization, Scaled, Scheme
 from checkpoint.recurrent import Pageless, Recurrent
 from checkpoint.tensors import (
@@ -182,17 +183,28 @@ def _held_plan(
         return None
     *leading, _, columns = shapes[roles[0], "weight"]
     experts = leading[0] if leading else 1
-    schemes = {
-        quantization.scheme_of(config.names.in_layer(layer, pack.tensor("weight", expert)))
-        for pack in packs
-        for expert in (range(experts) if pack.is_per_expert else (None,))
-    }
-    scheme = schemes.pop()
-    if schemes or scheme is None:
+    scheme = _common_scheme(quantization, config.names, layer, packs, experts)
+    if scheme is None:
         return None
     heights = [sum(shapes[role, "weight"][-2] for role in pack.roles) for pack in packs]
     is_reordered = roles[0] in _REORDERED or any(pack.is_alternating for pack in packs)
     return _plan_of(scheme, heights, columns, experts, is_reordered=is_reordered)
+
+
+@lru_cache(maxsize=1024)
+def _common_scheme(
+    quantization: Quantization, names: NameTable, layer: int, packs: tuple[Pack, ...], experts: int
+) -> Scheme | None:
+    """The format of all matrices of `packs`; None if they are plain or differ.
+
+    Kept, since each plan of a model asks several times for the formats of thousands of experts.
+    """
+    schemes = {
+        quantization.scheme_of(names.in_layer(layer, pack.tensor("weight", expert)))
+        for pack in packs
+        for expert in (range(experts) if pack.is_per_expert else (None,))
+    }
+    return schemes.pop() if len(schemes) == 1 else None
 
 
 def _plan_of(
