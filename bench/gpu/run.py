@@ -54,7 +54,7 @@ PHASES = (
         letter="B",
         name="decode",
         about="decode steps of the reference stage, by batch and context",
-        weight_s=140,
+        weight_s=130,
     ),
     Phase(letter="C", name="prompts", about="prompt steps, by length and context", weight_s=80),
     Phase(letter="D", name="sampling", about="what LAST adds to a decode step", weight_s=40),
@@ -66,7 +66,7 @@ PHASES = (
         needs_model=False,
     ),
     Phase(
-        letter="F", name="cluster", about="real clusters of one and two stages on the device", weight_s=110
+        letter="F", name="cluster", about="real clusters of one and two stages on the device", weight_s=105
     ),
     Phase(
         letter="G",
@@ -75,6 +75,13 @@ PHASES = (
         weight_s=50,
     ),
     Phase(letter="H", name="transformers", about="transformers on the same checkpoint", weight_s=40),
+    Phase(
+        letter="I",
+        name="experts",
+        about="products of quantised experts, against the bytes of chosen ones",
+        weight_s=15,
+        needs_model=False,
+    ),
 )
 ALWAYS = ("hardware", "checkpoint")
 """Phases that the others need: they may take all the time that is left."""

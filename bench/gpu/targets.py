@@ -37,6 +37,10 @@ def sampling_name(kind: str, num_sequences: int) -> str:
     return f"LAST adds to a decode step, {kind}, batch {num_sequences}"
 
 
+def experts_name(layer: str, num_rows: int) -> str:
+    return f"experts of one layer, {layer}, batch {num_rows}"
+
+
 POISON_NAME = "device-side assert until the worker has ended"
 
 
@@ -55,6 +59,8 @@ TARGETS: tuple[Row, ...] = (
     _row("prompts", prompt_name(2048, 30720), "ms", 0.70, Better.LOWER),
     _row("sampling", sampling_name("greedy", 128), "ms", 0.5, Better.LOWER),
     _row("sampling", sampling_name("top-p 0.95", 128), "ms", 0.5, Better.LOWER),
+    _row("experts", experts_name("gpt-oss-120b, mxfp4", 32), "ms", 0.70, Better.LOWER),
+    _row("experts", experts_name("DeepSeek V3, fp8", 32), "ms", 0.70, Better.LOWER),
     _row("failures", POISON_NAME, "s", 1.0, Better.LOWER),
 )
 """Rows without a value: the figures with a target."""

@@ -45,6 +45,7 @@ CUDA_ONLY = (
     "graph launch",
     "hop of 64 x 64 on one host, pinned memory",
     "attention of a decode step, batch 4, context 32",
+    "experts of one layer, gpt-oss-120b, mxfp4, batch 4",
     "device-side assert until the worker has ended",
     "transformers decode step, compiled, batch 4, context 16",
 )
