@@ -434,7 +434,7 @@ class StageMemory:
     def _entry_step_bytes(self, mixer: Mixer, longest: int, gathered: int) -> int:
         """Keys of windows and entries that attention reads, with float32 copies, and three of their scores.
 
-        Entries are those of `gathered` tokens, and are copied once more where none of them may be seen.
+        Entries are those of `gathered` tokens.
         """
         if not isinstance(mixer, Compressed):
             return 0
@@ -447,7 +447,7 @@ class StageMemory:
         if (compressor := mixer.compressor) is not None:
             count = -(-gathered // compressor.ratio)
             of_index = mixer.entry_index_width * (size + 4)
-            keys += count * (mixer.head_dim * (2 * size + 4) + of_index)
+            keys += count * (mixer.head_dim * (size + 4) + of_index)
             pairs = max(pairs, count)
         return keys + 3 * 4 * pairs * mixer.num_heads
 

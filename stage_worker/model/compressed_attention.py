@@ -255,13 +255,11 @@ class CompressedAttention:
         rows = entries.rows[kind].gather(entries.layer, view.pages)[:, : view.most]
         numbers = torch.arange(view.most, device=rows.device)
         for part, own in _parts(view, rows, self._queries_at_once(view.most, is_chosen=is_chosen)):
+            # Rows that none has written are zero: a begun block is cleared, and a full one has all entries.
             hidden, values = numbers >= part.counts, own
             if is_chosen:
                 chosen = self._chosen(queries, part, own, hidden)
                 values, hidden = self._entries_at(chosen, part, entries), chosen >= part.counts
-            if len(values) == len(hidden):
-                # Rows that no one has written may be NaN, and 0 * NaN is NaN.
-                values = values.masked_fill(hidden[..., None], 0.0)
             heads = queries.heads[part.rows].float() * self._mixer.scale
             scores = _products(heads, values.float().mT)
             softmax.add(part.rows, scores.masked_fill_(hidden[:, None], -math.inf), values)
