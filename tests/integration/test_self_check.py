@@ -63,7 +63,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
 
 def skips_a_layer(stage: DecoderStage) -> None:
     class Skipped:
-        has_mixer = True
+        num_memories = 1
 
         def forward(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
             return hidden
@@ -76,7 +76,7 @@ def runs_a_layer_twice(stage: DecoderStage) -> None:
     first, second = stage._loaded().layers
 
     class Twice:
-        has_mixer = True
+        num_memories = 1
 
         def forward(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
             return second.forward(second.forward(hidden, *rest), *rest)
