@@ -6,7 +6,7 @@
 # Stages that compute with recurrent states: make chaos SECONDS=60 CHAOS=--recurrent
 # Growth of memory under load: make churn MINUTES=30
 # Broken input of every kind: make fuzz SEED=3 CASES=10000
-# Twenty kernel cases, and compilation for one architecture: make test-kernels CASES=ci
+# Some twenty kernel cases, and compilation for one architecture: make test-kernels CASES=ci
 # Some clients of other projects only: make test-clients CLIENTS="openai node"
 # Engines that run clusters, where a missing program fails instead of skipping: make test-deploy STRICT=1
 

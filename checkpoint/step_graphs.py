@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from checkpoint.blueprint import Experts, Latent, LayerPlan, Mixer, NoFeedForward, Opaque
 from checkpoint.compressed import Compressed
 from checkpoint.dtypes import DType
-from checkpoint.recurrent import Pageless
+from checkpoint.recurrent import NoMixer, Pageless, Recurrent, only_on_cpus
 
 _MIXED_SIZES = (64, 128, 256, 512)
 _FEW_SEQUENCES = (1, 2, 4)
@@ -40,14 +40,16 @@ def mixed_sizes(max_step_tokens: int) -> tuple[int, ...]:
 
 
 def are_recordable(layers: Iterable[LayerPlan]) -> bool:
-    """Whether graphs record layers: not those whose kernels depend on values, as with experts, states or
-    indexers, and not those with entries or with several residual streams, for which no graph has buffers.
+    """Whether graphs record layers: not those whose kernels depend on values, as with experts or indexers,
+    those that only CPUs compute, and those with entries or with several residual streams, for which no graph
+    has buffers.
     """
     return not any(
         layer.num_streams > 1
-        or isinstance(layer.feed_forward, Experts | Opaque | NoFeedForward)
-        or isinstance(layer.mixer, Pageless | Compressed)
+        or isinstance(layer.feed_forward, Experts | Opaque)
+        or isinstance(layer.mixer, Compressed)
         or layer.mixer.index_width
+        or only_on_cpus((layer,)) is not None
         for layer in layers
     )
 
@@ -81,8 +83,10 @@ def graph_bytes(
 
 
 def partial_bytes(mixer: Mixer) -> int:
-    """Bytes of one partial result of attention: float32, with highest score and sum of weights."""
-    assert not isinstance(mixer, Pageless | Compressed), "attention has partial results"
+    """Bytes of one partial result of attention: float32, with highest score and sum of weights; 0 without."""
+    if isinstance(mixer, Pageless):
+        return 0
+    assert not isinstance(mixer, Compressed), "no graphs of layers with entries"
     width = mixer.kv_rank if isinstance(mixer, Latent) else mixer.head_dim
     return 4 * mixer.num_heads * (width + 2)
 
@@ -95,7 +99,12 @@ def _token_elements(hidden_size: int, layer: LayerPlan) -> int:
 
 
 def _mixer_elements(mixer: Mixer) -> int:
-    assert not isinstance(mixer, Pageless | Compressed), "no graphs of layers without pages, or with entries"
+    assert not isinstance(mixer, Compressed), "no graphs of layers with entries"
+    if isinstance(mixer, NoMixer):
+        return 0
+    if isinstance(mixer, Recurrent):
+        # Projection, convolution, output in the run dtype or in float32, and gated.
+        return 2 * mixer.conv_size + mixer.o_size + 2 * mixer.num_heads + 3 * mixer.o_size
     if isinstance(mixer, Latent):
         absorbed = mixer.num_heads * (3 * mixer.kv_rank + mixer.rope_dim)
         return absorbed + (mixer.query_rank or 0) + 2 * (mixer.q_size + mixer.o_size + mixer.page_shape.width)

@@ -63,6 +63,10 @@ def _indexed(x: Tensor, index: Any) -> Tensor:
     return x
 
 
+def _assign(x: Tensor, index: Any, value: Tensor) -> None:
+    _aten.copy_.default(_indexed(x, index), value)
+
+
 def _attention(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Tensor:
     mask = others.get("attn_mask")
     scores = query @ key.transpose(-1, -2)
@@ -71,6 +75,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> Tens
 
 _REPLACED: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _indexed,
+    Tensor.__setitem__: _assign,
     Tensor.__invert__: _aten.bitwise_not.default,
     Tensor.contiguous: _contiguous,
     Tensor.copy_: _aten.copy_.default,

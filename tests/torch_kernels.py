@@ -5,6 +5,7 @@ Attention takes a work list as the kernels do, padding and parts of keys include
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from checkpoint import GatedDelta, Mamba2
 from stage_worker.backends import tensor_views
 from stage_worker.backends.tensor_views import scale_rows, unscale_rows
 from stage_worker.model import attention_work, operations, projections
 from stage_worker.model.attention_work import AttentionWork
-from stage_worker.model.operations import TorchOperations, limited
+from stage_worker.model.gated_delta import SeparateDelta
+from stage_worker.model.layer_weights import DeltaWeights, MambaWeights
+from stage_worker.model.mamba2 import SeparateScan
+from stage_worker.model.operations import StateFunction, TorchOperations, limited
+from stage_worker.model.state_rows import StateRows
+from stage_worker.model.step_layout import LayerStates
 from stage_worker.sampling import step_rows
 
 MOST_KEYS = 64
@@ -26,7 +33,7 @@ MOST_KEYS = 64
 
 def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {
-        "operations": SimpleNamespace(TritonOperations=TorchOperations),
+        "operations": SimpleNamespace(TritonOperations=_StateOperations),
         "attention": SimpleNamespace(attend=attend),
         "wire_rows": SimpleNamespace(scale_rows=scale_rows, unscale_rows=unscale_rows),
         "sampling": SimpleNamespace(choose=choose),
@@ -34,6 +41,44 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for module in (projections, operations, tensor_views, step_rows):
         monkeypatch.setattr(module, "load_triton", lambda name: modules[name])
+
+
+class _StateOperations(TorchOperations):
+    """With recurrent mixers whose rows are those of a table on the device."""
+
+    def delta_function(self, mixer: GatedDelta, weights: DeltaWeights) -> StateFunction:
+        return _TableRows(SeparateDelta(mixer, weights))
+
+    def scan_function(self, mixer: Mamba2, weights: MambaWeights) -> StateFunction:
+        return _TableRows(SeparateScan(mixer, weights))
+
+
+class _TableRows:
+    """Token by token: sequences without a further one have a copy of slot 0, which is dropped."""
+
+    def __init__(self, function: StateFunction) -> None:
+        self._function = function
+
+    def __call__(self, projected: Tensor, memory: LayerStates) -> Tensor:
+        assert memory.rows.sequences is not None, "a table of the step's sequences"
+        first, count, slot = memory.rows.sequences.long().unbind(1)
+        num_rows, num_slots = len(projected), len(memory.parts[0])
+        longer = [torch.cat((part, part.narrow(0, 0, 1))) for part in memory.parts]
+        given = torch.cat((projected, projected.new_zeros(1, projected.shape[1])))
+        outputs = None
+        for token in range(num_rows if memory.rows.has_longer else 1):
+            is_row = count > token
+            rows, slots = torch.where(is_row, first + token, num_rows), torch.where(is_row, slot, num_slots)
+            states = StateRows(has_longer=False, singles=torch.arange(len(rows), device=rows.device))
+            states = replace(states, single_slots=slots)
+            step: Any = SimpleNamespace(num_tokens=len(rows), states=states)
+            found = self._function(given.index_select(0, rows), LayerStates(step, longer))
+            outputs = found.new_zeros(num_rows + 1, found.shape[1]) if outputs is None else outputs
+            outputs.index_copy_(0, rows, found)
+        for part, kept in zip(memory.parts, longer, strict=True):
+            part.copy_(kept.narrow(0, 0, num_slots))
+        assert outputs is not None
+        return outputs.narrow(0, 0, num_rows)
 
 
 def row_product(x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:

@@ -64,8 +64,9 @@ class StagingSizes:
         # Of each group: slots by write and by row, rows and pages that are written; rows, ranges and pages,
         # or an attention work list of half as wide elements.
         of_group = 10 * num_tokens + (13 + pages_per_row) * num_rows
-        # Positions and token ids; rows of logits, and rows, parameters and top_k of random rows.
-        columns = 2 * num_tokens + 8 * num_rows + num_groups * of_group
+        # Positions and token ids; rows of logits, and rows, parameters and top_k of random rows; rows and
+        # slots of recurrent states.
+        columns = 2 * num_tokens + 10 * num_rows + num_groups * of_group
         num_arrays = 32 + num_groups * (8 + num_rows) + len(boundary)
         states = [
             sum(

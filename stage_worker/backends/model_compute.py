@@ -38,7 +38,6 @@ from stage_worker.backends.transfers import HostTransfers, StepTransfer, StepTra
 from stage_worker.model.attention_views import HostArray, Place
 from stage_worker.model.decode_rows import Column, PageMatrix
 from stage_worker.model.pipeline_stage import PipelineStage
-from stage_worker.model.state_rows import state_rows
 from stage_worker.model.step_layout import StepArrays, StepLayout
 from stage_worker.sampling import SampledStep, Sampler
 from stage_worker.sampling.grammar_masks import GrammarMasks
@@ -380,7 +379,8 @@ class ModelCompute(StageCompute):
         ]
         if self._model.is_recurrent:
             lengths = [1] * len(slices.decodes.sequences) + [chunk.num_tokens for chunk in slices.chunks]
-            found[0] = replace(found[0], states=state_rows(lengths, slices.state_slots()))
+            states = self._model.host_states(lengths, slices.state_slots())
+            found[0] = replace(found[0], states=states)
         return found
 
     def _group_arrays(self, slices: StepSlices, number: int, window: int | None) -> StepArrays:

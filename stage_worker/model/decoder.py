@@ -85,10 +85,6 @@ class DecoderStage(PipelineStage):
         if on_cpus is not None and torch.device(device).type != "cpu":
             raise ValueError(f"{on_cpus} of {config.model_type!r} is not computed on {device}")
         run_dtype, device = TORCH_DTYPES[dtype], torch.device(device)
-        if config.is_recurrent and device.type != "cpu":
-            raise ValueError(
-                f"{config.model_type!r} has recurrent layers, which are not computed on {device}"
-            )
         mixers = {layer.mixer for layer in config.layers[layer_begin:layer_end]}
         super().__init__(
             config,

@@ -250,13 +250,13 @@ def _mixer(mixer: Mixer, weights: LayerWeights, operations: Operations, kernels:
         return GroupedAttention(mixer, weights, operations, kernels)
     if isinstance(mixer, GatedDelta):
         assert isinstance(weights.mixer, DeltaWeights), "weights of another kind"
-        return GatedDeltaNet(mixer, weights.mixer, kernels)
+        return GatedDeltaNet(mixer, weights.mixer, operations, kernels)
     if isinstance(mixer, KimiDelta):
         assert isinstance(weights.mixer, KimiDeltaWeights), "weights of another kind"
         return KimiDeltaAttention(mixer, weights.mixer, kernels)
     if isinstance(mixer, Mamba2):
         assert isinstance(weights.mixer, MambaWeights), "weights of another kind"
-        return StateSpaceModel(mixer, weights.mixer, kernels)
+        return StateSpaceModel(mixer, weights.mixer, operations, kernels)
     if isinstance(mixer, Compressed):
         assert isinstance(weights.mixer, CompressedWeights), "weights of another kind"
         return CompressedAttention(mixer, weights.mixer, weights.norms, kernels)
@@ -282,10 +282,12 @@ def _feed_forward(
 class Beside:
     """A state space model that reads the same input as attention, with its output projection."""
 
-    def __init__(self, plan: Mamba2, weights: LayerWeights, kernels: Kernels) -> None:
+    def __init__(
+        self, plan: Mamba2, weights: LayerWeights, operations: Operations, kernels: Kernels
+    ) -> None:
         """Packed weights replace the given ones."""
         assert weights.beside is not None and weights.beside_o is not None, "weights of another kind"
-        self._mix = StateSpaceModel(plan, weights.beside, kernels)
+        self._mix = StateSpaceModel(plan, weights.beside, operations, kernels)
         self._o = project(weights.beside_o, weights.beside_o_bias, kernels.layer_products)
 
     def added_to(self, output: Tensor, normed: Tensor, memory: LayerMemory) -> Tensor:
@@ -321,7 +323,7 @@ class DecoderLayer:
         self._o = None if weights.o is None else project(weights.o, weights.o_bias, kernels.layer_products)
         self._beside = None
         if plan.beside is not None:
-            self._beside = Beside(plan.beside, weights, kernels)
+            self._beside = Beside(plan.beside, weights, self._operations, kernels)
             self._adds_mixed = False
         self._feed_forward = _feed_forward(plan, weights, self._ffn_norm, self._operations, kernels)
         if isinstance(self._feed_forward, Branches):

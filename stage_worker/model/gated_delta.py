@@ -24,6 +24,7 @@ from stage_worker.model.causal_convolution import CausalConvolution
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import DeltaWeights
 from stage_worker.model.norms import NormWeights, row_norm
+from stage_worker.model.operations import Operations, StateFunction
 from stage_worker.model.projections import project
 from stage_worker.model.step_layout import LayerMemory, LayerStates
 
@@ -34,29 +35,42 @@ _UNIT_EPS = 1e-6
 class GatedDeltaNet:
     """See `GatedDelta`."""
 
-    def __init__(self, mixer: GatedDelta, weights: DeltaWeights, kernels: Kernels) -> None:
+    def __init__(
+        self, mixer: GatedDelta, weights: DeltaWeights, operations: Operations, kernels: Kernels
+    ) -> None:
         """Packed weights replace the given ones."""
-        self._mixer = mixer
         self._input = project(weights.input, None, kernels.layer_products)
-        self._is_tiled = mixer.layout.is_tiled
-        self._convolution = CausalConvolution(weights.conv)
-        self._decay = weights.decay if mixer.layout.has_rates else -weights.decay.exp()
-        self._dt_bias = weights.dt_bias
-        self._norm = row_norm(Norm(eps=mixer.norm_eps), NormWeights(weights.norm, None))
+        fused = operations.delta_function(mixer, weights)
+        self._mix: StateFunction = fused or SeparateDelta(mixer, weights)
 
     def __call__(self, normed: Tensor, memory: LayerMemory) -> Tensor:
         """Gated output [m, heads * value_dim] of `normed` [m, hidden_size], with zeros after the step's
         tokens.
         """
         assert isinstance(memory, LayerStates), "memory of another kind"
+        return self._mix(self._input(normed), memory)
+
+
+class SeparateDelta:
+    """A `StateFunction` by torch's operators."""
+
+    def __init__(self, mixer: GatedDelta, weights: DeltaWeights) -> None:
+        self._mixer = mixer
+        self._is_tiled = mixer.layout.is_tiled
+        self._convolution = CausalConvolution(weights.conv)
+        self._decay = weights.decay if mixer.layout.has_rates else -weights.decay.exp()
+        self._dt_bias = weights.dt_bias
+        self._norm = row_norm(Norm(eps=mixer.norm_eps), NormWeights(weights.norm, None))
+
+    def __call__(self, projected: Tensor, memory: LayerStates) -> Tensor:
         mixer, rows = self._mixer, memory.rows
         num_tokens = memory.step.num_tokens
-        mixed, gate, beta, a = self._input(normed)[:num_tokens].split_with_sizes(
+        mixed, gate, beta, a = projected[:num_tokens].split_with_sizes(
             (mixer.conv_size, mixer.o_size, mixer.num_heads, mixer.num_heads), dim=1
         )
         strength = beta.sigmoid().float()
         decay = self._decay * softplus(a.float() + self._dt_bias)
-        output = torch.empty(num_tokens, mixer.num_heads, mixer.value_dim, device=normed.device)
+        output = torch.empty(num_tokens, mixer.num_heads, mixer.value_dim, device=projected.device)
         if rows.singles is not None:
             self._decode(mixed, strength, decay, output, memory)
         for begin, end, slot in rows.longer:
@@ -68,8 +82,9 @@ class GatedDeltaNet:
                 output[part][at] = delta_chunk(
                     query[at], key[at], value[at], strength[part][at], decay[part][at], state
                 )
-        gated = self._gated(output.to(normed.dtype), gate)
-        return pad(gated, (0, 0, 0, len(normed) - num_tokens)) if len(normed) > num_tokens else gated
+        gated = self._gated(output.to(projected.dtype), gate)
+        missing = len(projected) - num_tokens
+        return pad(gated, (0, 0, 0, missing)) if missing else gated
 
     def _decode(
         self, mixed: Tensor, strength: Tensor, decay: Tensor, output: Tensor, memory: LayerStates

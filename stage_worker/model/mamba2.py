@@ -31,6 +31,7 @@ from stage_worker.model.causal_convolution import CausalConvolution
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import MambaWeights
 from stage_worker.model.norms import unit_norm
+from stage_worker.model.operations import Operations, StateFunction
 from stage_worker.model.projections import project
 from stage_worker.model.step_layout import LayerMemory, LayerStates
 
@@ -38,10 +39,27 @@ from stage_worker.model.step_layout import LayerMemory, LayerStates
 class StateSpaceModel:
     """See `Mamba2`."""
 
-    def __init__(self, mixer: Mamba2, weights: MambaWeights, kernels: Kernels) -> None:
+    def __init__(
+        self, mixer: Mamba2, weights: MambaWeights, operations: Operations, kernels: Kernels
+    ) -> None:
         """Packed weights replace the given ones."""
-        self._mixer = mixer
         self._input = project(weights.input, weights.input_bias, kernels.layer_products)
+        fused = operations.scan_function(mixer, weights)
+        self._mix: StateFunction = fused or SeparateScan(mixer, weights)
+
+    def __call__(self, normed: Tensor, memory: LayerMemory) -> Tensor:
+        """Gated output [m, heads * head_dim] of `normed` [m, hidden_size], with zeros after the step's
+        tokens.
+        """
+        assert isinstance(memory, LayerStates), "memory of another kind"
+        return self._mix(self._input(normed), memory)
+
+
+class SeparateScan:
+    """A `StateFunction` by torch's operators."""
+
+    def __init__(self, mixer: Mamba2, weights: MambaWeights) -> None:
+        self._mixer = mixer
         self._convolution = CausalConvolution(weights.conv, weights.conv_bias)
         self._decay = weights.decay if mixer.has_rates else -weights.decay.exp()
         self._dt_bias = weights.dt_bias
@@ -49,18 +67,14 @@ class StateSpaceModel:
         self._unit_norm = unit_norm(mixer.norm_eps)
         self._norm_weight = None if weights.norm is None else weights.norm.float()
 
-    def __call__(self, normed: Tensor, memory: LayerMemory) -> Tensor:
-        """Gated output [m, heads * head_dim] of `normed` [m, hidden_size], with zeros after the step's
-        tokens.
-        """
-        assert isinstance(memory, LayerStates), "memory of another kind"
+    def __call__(self, projected: Tensor, memory: LayerStates) -> Tensor:
         mixer, rows = self._mixer, memory.rows
         num_tokens = memory.step.num_tokens
-        gate, mixed, dt = self._input(normed)[:num_tokens].split_with_sizes(
+        gate, mixed, dt = projected[:num_tokens].split_with_sizes(
             (mixer.o_size, mixer.conv_size, mixer.num_heads), dim=1
         )
         time_step = softplus(dt.float() + self._dt_bias)
-        output = torch.empty(num_tokens, mixer.o_size, device=normed.device)
+        output = torch.empty(num_tokens, mixer.o_size, device=projected.device)
         if rows.singles is not None:
             self._decode(mixed, time_step, output, memory)
         for begin, end, slot in rows.longer:
@@ -70,8 +84,9 @@ class StateSpaceModel:
             for first in range(0, end - begin, CHUNK_TOKENS):
                 at = slice(first, first + CHUNK_TOKENS)
                 output[part][at] = self._scanned(convolved[at], steps[at], state)
-        gated = self._gated(output, gate).to(normed.dtype)
-        return pad(gated, (0, 0, 0, len(normed) - num_tokens)) if len(normed) > num_tokens else gated
+        gated = self._gated(output, gate).to(projected.dtype)
+        missing = len(projected) - num_tokens
+        return pad(gated, (0, 0, 0, missing)) if missing else gated
 
     def _decode(self, mixed: Tensor, time_step: Tensor, output: Tensor, memory: LayerStates) -> None:
         """Fill the rows of one-token slices in `output`."""

@@ -20,16 +20,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from checkpoint import Attention, Latent, Norm
+from checkpoint import Attention, GatedDelta, Latent, Mamba2, Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu
 from checkpoint.names import TensorRole
 from stage_worker.model.attention_views import DecodeView, PrefillView
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.kernels import AttentionMethod, Kernels, load, load_triton
+from stage_worker.model.layer_weights import DeltaWeights, MambaWeights
 from stage_worker.model.norms import NormWeights, RowNorm, rms_norm, row_norm
 from stage_worker.model.projections import Weight
 from stage_worker.model.rope import RotaryTable, rotate_
-from stage_worker.model.step_layout import LayerKv
+from stage_worker.model.step_layout import LayerKv, LayerStates
 
 
 def limited(x: Tensor, cap: float) -> Tensor:
@@ -174,6 +175,10 @@ the step's pages; normed and rotated queries replace the given ones.
 Function = Callable[[Tensor], Tensor]
 Products = Callable[[Tensor, Tensor], Tensor]
 """Rows [m, out] of rows [m, in] sorted by expert and the numbers of rows of each expert, int64 [experts]."""
+StateFunction = Callable[[Tensor, LayerStates], Tensor]
+"""A recurrent mixer between its projections: gated output [m, o_size] of rows [m, in] of the first, with
+zeros after the step's tokens. States advance.
+"""
 
 
 class Operations(Protocol):
@@ -241,6 +246,12 @@ class Operations(Protocol):
         other, plus `biases` [experts, out].
         """
 
+    def delta_function(self, mixer: GatedDelta, weights: DeltaWeights) -> StateFunction | None:
+        """Gated DeltaNet between its projections."""
+
+    def scan_function(self, mixer: Mamba2, weights: MambaWeights) -> StateFunction | None:
+        """Mamba2 between its projections."""
+
 
 def operations(kernels: Kernels) -> Operations:
     """The implementation for `kernels`."""
@@ -302,6 +313,12 @@ class _SeparateOperations:
         return None
 
     def expert_products(self, matrices: Weight, biases: Tensor | None) -> Products | None:
+        return None
+
+    def delta_function(self, mixer: GatedDelta, weights: DeltaWeights) -> StateFunction | None:
+        return None
+
+    def scan_function(self, mixer: Mamba2, weights: MambaWeights) -> StateFunction | None:
         return None
 
 

@@ -16,6 +16,7 @@ from checkpoint import (
     Blueprint,
     Checkpoint,
     DType,
+    KimiDelta,
     Latent,
     Pageless,
     stage_weight_bytes,
@@ -32,6 +33,7 @@ from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.parts import LoadedParts, PartsOrigin, PartsRead, Prepare, nothing_to_prepare
 from stage_worker.model.rope import Rope, Rotary
+from stage_worker.model.state_rows import HostStates
 from stage_worker.model.step_layout import PagedLayers, StepArrays, StepLayout
 from stage_worker.model.weight_reads import DeviceCopies
 from stage_worker.model.weights import NO_PROGRESS, ReadProgress
@@ -152,7 +154,15 @@ class PipelineStage(ABC):
     def empty_arrays(self, *, block_size: int) -> list[StepArrays]:
         """A step without rows, by block group, to be padded; for Triton kernels."""
         rules = self._rules(block_size)
-        return [StepArrays.empty((window,), rules) for _, window in self.group_windows]
+        found = [StepArrays.empty((window,), rules) for _, window in self.group_windows]
+        if self.is_recurrent:
+            found[0] = replace(found[0], states=self.host_states((), ()))
+        return found
+
+    def host_states(self, lengths: Sequence[int], slots: Sequence[int]) -> HostStates:
+        """Rows of slices of `lengths` tokens, one after the other, whose recurrent states are in `slots`."""
+        is_plain = any(isinstance(layer.mixer, KimiDelta) for layer in self.config.kinds)
+        return HostStates.of(lengths, slots, by_triton=self.kernels.are_triton and not is_plain)
 
     @property
     def is_recordable(self) -> bool:

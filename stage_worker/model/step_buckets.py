@@ -70,7 +70,7 @@ class StepBuckets:
             num_blocks=[assignment.group_blocks[number] for number, _ in model.group_windows],
             has_mixed=model.kernels.prefill is AttentionMethod.TRITON,
             queries_per_item=model.queries_per_item,
-            partial_bytes=max(partial_bytes(layer.mixer) for layer in model.config.kinds),
+            partial_bytes=max(1, *(partial_bytes(layer.mixer) for layer in model.config.kinds)),
         )
 
     def padded(self, arrays: Sequence[StepArrays]) -> tuple[StepBucket, list[StepArrays]] | None:
@@ -111,6 +111,7 @@ class StepBuckets:
         """Buckets of the smallest size with enough rows, by their room for attention."""
         num_tokens = len(arrays[0].positions)
         is_decode = all(work.num_queries == 1 for part in arrays for work in part.works.values())
+        is_decode = is_decode and not any(part.states and part.states.has_longer for part in arrays)
         sizes = self.decode_sizes if is_decode else self.mixed_sizes
         if (size := next((size for size in sizes if size >= num_tokens), None)) is not None:
             yield from self._with_tokens(size, is_decode=is_decode)
@@ -139,6 +140,8 @@ class StepBuckets:
         num_partial = bucket.num_items * (1 if bucket.is_decode else PARTIAL_PER_ITEM)
         return StepRoom(
             num_tokens=bucket.num_tokens,
+            num_sequences=min(bucket.num_tokens, self.max_step_sequences),
+            has_longer=not bucket.is_decode,
             work=WorkRoom(
                 num_items=bucket.num_items,
                 num_merges=bucket.num_tokens if bucket.has_splits else 0,

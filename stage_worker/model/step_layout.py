@@ -33,7 +33,7 @@ from stage_worker.model.decode_rows import NO_DECODES, Column, DecodeRows
 from stage_worker.model.entry_layout import EntryArrays, EntryStep, entry_arrays, source_slots
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.model.rope import Rope, Rotary, RotaryTable, rotary_table
-from stage_worker.model.state_rows import StateRows
+from stage_worker.model.state_rows import HostStates, StateRows
 from stage_worker.validation import SliceLayout
 
 
@@ -164,13 +164,15 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRoom:
-    """Sizes that a step is padded to: rows, and attention work through each window.
+    """Sizes that a step is padded to: rows, sequences, and attention work through each window.
 
-    Padding rows write the page of slots from `spare_slot` on, which no sequence has. Positions are below
-    `end_position`.
+    Sequences have several rows only if `has_longer`. Padding rows write the page of slots from `spare_slot`
+    on, which no sequence has. Positions are below `end_position`.
     """
 
     num_tokens: int
+    num_sequences: int
+    has_longer: bool
     work: WorkRoom
     spare_slot: int
     end_position: int
@@ -182,7 +184,8 @@ class StepArrays:
     writes and views.
 
     `by_row` int64 [num_tokens] has each row's slot, -1 if not written. `works` are the work lists of the
-    windows, empty unless they cover all queries.
+    windows, empty unless they cover all queries. `states` are those of the stage's first block group, None
+    without recurrent layers.
     """
 
     rules: ViewRules
@@ -194,7 +197,7 @@ class StepArrays:
     prefill_rows: tuple[tuple[int, int], ...]
     views: Mapping[int | None, OnHost[AttentionViews]]
     works: Mapping[int | None, HostWork]
-    states: OnHost[StateRows] | None = None
+    states: HostStates | None = None
     entries: Mapping[Compressor, EntryArrays] = field(default_factory=dict)
     sources: Mapping[Compressor, Column] = field(default_factory=dict)
 
@@ -255,17 +258,15 @@ class StepArrays:
         padding = range(num_tokens, room.num_tokens)
         found = {window: work.padded(room.work, padding) for window, work in self.works.items()}
         works = {window: work for window, work in found.items() if work is not None}
-        if (
-            num_tokens > room.num_tokens
-            or self.end_position > room.end_position
-            or len(works) < len(self.views)
-        ):
+        states = self.states and self.states.padded(room.num_sequences, has_longer=room.has_longer)
+        is_longer = num_tokens > room.num_tokens or self.end_position > room.end_position
+        if is_longer or len(works) < len(self.views) or (states is None) != (self.states is None):
             return None
         positions = np.zeros(room.num_tokens, np.int64)
         positions[:num_tokens] = self.positions
         slots: Column = room.spare_slot + np.arange(room.num_tokens) % self.rules.block_size
         np.copyto(slots[:num_tokens], self.by_row, where=self.by_row >= 0)
-        return _of_works(self.rules, positions, room.end_position, slots, works)
+        return replace(_of_works(self.rules, positions, room.end_position, slots, works), states=states)
 
     @property
     def arrays(self) -> Iterator[HostArray]:
@@ -275,7 +276,7 @@ class StepArrays:
         for views in self.views.values():
             yield from views.arrays
         if self.states is not None:
-            yield from self.states.arrays
+            yield from self.states.rows.arrays
         for entries in self.entries.values():
             yield from entries.arrays
         yield from self.sources.values()
@@ -297,7 +298,7 @@ class StepArrays:
             writes=self.writes.make(place),
             prefill_rows=self.prefill_rows,
             views={window: views.make(place) for window, views in self.views.items()},
-            states=None if self.states is None else self.states.make(place),
+            states=None if self.states is None else self.states.rows.make(place),
             entries={one: entries.make(ropes or {}, place) for one, entries in self.entries.items()},
             sources={one: place(slots) for one, slots in self.sources.items()},
         )

@@ -123,7 +123,11 @@ class Log:
     def begin(self, epoch: int) -> None:
         if self.scheduler.kv is not None:
             self.scheduler.end_epoch()
-        kv = KvCacheManager(num_blocks=self._assignment.num_blocks, block_size=self._assignment.block_size)
+        kv = KvCacheManager(
+            num_blocks=self._assignment.num_blocks,
+            block_size=self._assignment.block_size,
+            num_states=self._assignment.num_states,
+        )
         limits = SchedulerLimits(
             max_step_tokens=self._assignment.max_step_tokens,
             max_step_sequences=self._assignment.max_step_sequences,

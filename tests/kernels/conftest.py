@@ -21,18 +21,24 @@ if _IS_INTERPRETED or not find_spec("triton"):
     collect_ignore_glob.append("compiled/*")
 
 NUM_CI_CASES = 20
+CI_CASES = (
+    "test_shapes_equal_those_of_torch[delta-tiled]",
+    "test_shapes_equal_those_of_torch[mamba-one-group]",
+)
+"""Beside those, one of each recurrent mixer."""
 CI_ARCHITECTURE = "sm_90"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With STAGELINE_KERNEL_CASES=ci, keep 20 interpreted cases spread over all, and the compiler's for one
-    architecture.
+    """With STAGELINE_KERNEL_CASES=ci, keep 20 interpreted cases spread over all and `CI_CASES`, and the
+    compiler's for one architecture.
     """
     if os.environ.get("STAGELINE_KERNEL_CASES") != "ci":
         return
     mine = [item for item in items if FOLDER in item.path.parents]
     if _IS_INTERPRETED:
         kept = [mine[number * len(mine) // NUM_CI_CASES] for number in range(NUM_CI_CASES)]
+        kept += [item for item in mine if item.name in CI_CASES and item not in kept]
     else:
         kept = [item for item in mine if CI_ARCHITECTURE in item.name]
     items[:] = [item for item in items if item not in mine] + kept

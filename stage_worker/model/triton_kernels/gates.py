@@ -1,4 +1,6 @@
-"""Gated activations: float32 inside, rounded to the run dtype after the activation and after the product."""
+"""Activations and gates: float32 inside. Gates are rounded to the run dtype after the activation and after
+the product.
+"""
 
 # Constants of kernels are in capitals.
 # ruff: noqa: N803
@@ -27,6 +29,18 @@ def _activated(x, ACTIVATION: tl.constexpr):
         return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     inner = _SQRT_TWO_OVER_PI * (x + 0.044715 * x * x * x)
     return x * tl.sigmoid(2.0 * inner)  # 0.5 * (1 + tanh(inner)) = sigmoid(2 * inner)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)) of float32, as exact as torch's: a sum with 1 loses a small exponential's bits, and the
+    logarithm of the rounded sum times their ratio restores them.
+    """
+    power = tl.exp(x)
+    total = power + 1.0
+    added = total - 1.0
+    found = tl.where(added == 0.0, power, tl.log(total) * (power / tl.where(added == 0.0, 1.0, added)))
+    return tl.where(x > 20.0, x, found)
 
 
 @triton.jit

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +23,18 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from checkpoint import Norm, ScaledDType
+from checkpoint import GatedDelta, Mamba2, Norm, ScaledDType
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind
 from checkpoint.held import HeldBytes, HeldNibbles
+from checkpoint.recurrent import Recurrent
 from stage_worker.model.attention_work import AttentionWork, HostWork, queries_per_item
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
+from stage_worker.model.layer_weights import DeltaWeights, MambaWeights
 from stage_worker.model.norms import NormWeights
+from stage_worker.model.operations import StateFunction
+from stage_worker.model.state_rows import SEQUENCE_FIELDS, StateRows
+from stage_worker.model.step_layout import LayerStates
 from stage_worker.model.triton_kernels import attention as attention_kernels
 from stage_worker.model.triton_kernels import gates, heads, launch, sampling
 from stage_worker.model.triton_kernels import wire_rows as wire
@@ -37,6 +43,7 @@ from stage_worker.model.triton_kernels.byte_products import byte_expert_products
 from stage_worker.model.triton_kernels.experts import expert_products
 from stage_worker.model.triton_kernels.nibble_products import nibble_expert_products, nibble_product
 from stage_worker.model.triton_kernels.operations import TritonOperations
+from stage_worker.model.triton_kernels.recurrent import FusedDelta, FusedScan
 from stage_worker.model.triton_kernels.row_products import row_product
 from stage_worker.validation import SliceLayout
 
@@ -266,6 +273,46 @@ def sampled(vocab_size: int, *, is_edited: bool = False, is_greedy: bool = False
         sampling.choose(logits, scores, reals, top_k)
 
 
+def recurrent(mixer: Recurrent, dtype: torch.dtype, *, has_longer: bool) -> None:
+    numbers = new(mixer.num_heads, dtype=F32)
+    conv = new((mixer.conv_size, 1, mixer.kernel_size), dtype=dtype)
+    unused: Any = None
+    if isinstance(mixer, GatedDelta):
+        norm = new(mixer.value_dim, dtype=dtype)
+        delta = DeltaWeights(input=unused, conv=conv, decay=numbers, dt_bias=numbers, norm=norm)
+        function: StateFunction = FusedDelta(mixer, delta)
+        width = mixer.conv_size + mixer.o_size + 2 * mixer.num_heads
+    else:
+        bias, norm = new(mixer.conv_size, dtype=dtype), new(mixer.o_size, dtype=dtype)
+        given: dict[str, Any] = {"input": unused, "input_bias": None, "conv": conv, "conv_bias": bias}
+        mamba = MambaWeights(**given, decay=numbers, dt_bias=numbers, skip=numbers, norm=norm)
+        function, width = FusedScan(mixer, mamba), mixer.in_size
+    parts = [new((100, *part.shape), dtype=F32 if part.is_wide else dtype) for part in mixer.state_parts]
+    rows = StateRows(has_longer=has_longer, sequences=new((64, SEQUENCE_FIELDS), dtype=torch.int32))
+    step: Any = SimpleNamespace(states=rows, num_tokens=128)
+    function(new((128, width), dtype=dtype), LayerStates(step, parts))
+
+
+QWEN3_5 = GatedDelta(num_heads=32, num_key_heads=16, key_dim=128, value_dim=128, kernel_size=4, norm_eps=1e-6)
+GRANITE_4 = Mamba2(
+    num_heads=128, head_dim=64, num_head_groups=1, state_size=128, kernel_size=4, norm_eps=1e-5
+)
+STATE_MIXERS: dict[str, Recurrent] = {
+    "qwen3_5": QWEN3_5,
+    "granite4": GRANITE_4,
+    "nemotron_h": replace(GRANITE_4, num_head_groups=8),
+}
+
+
+def _state_cases() -> dict[str, Callable[[], None]]:
+    return {
+        f"{family}-{phase}-{name}": partial(recurrent, mixer, dtype, has_longer=phase == "chunks")
+        for family, mixer in STATE_MIXERS.items()
+        for phase in ("decodes", "chunks")
+        for name, dtype in DTYPES.items()
+    }
+
+
 def _cases() -> dict[str, Callable[[], None]]:
     cases: dict[str, Callable[[], None]] = {}
     for is_decode, phase in ((True, "decode"), (False, "prompt")):
@@ -315,7 +362,7 @@ def _cases() -> dict[str, Callable[[], None]]:
     return cases
 
 
-CASES = _cases() | _held_cases()
+CASES = _cases() | _held_cases() | _state_cases()
 
 _TYPES = {
     BF16: "*bf16",

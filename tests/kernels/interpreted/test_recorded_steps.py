@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint import Checkpoint
 from stage_worker.backends.step_graphs import Graph, GraphRecorder
 from stage_worker.model import attention_work
 from stage_worker.model.kernels import by_triton
@@ -28,6 +29,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma3_text": {},
     "deepseek_v3": {"first_k_dense_replace": 99},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "granitemoehybrid+dense": {"layer_types": ["mamba", "attention", "mamba"]},
 }
 
 
@@ -78,7 +81,9 @@ def test_padded_steps_equal_steps_as_they_are(
 ) -> None:
     monkeypatch.setattr(attention_work, "KEY_SPLIT", 8)
     directory = make_family(tmp_path / "model", family, num_layers=3, **FAMILIES[family])
-    assignment = replace(new_assignment(directory, stage=0, num_stages=1), max_step_tokens=64)
+    num_states = 4 if Checkpoint.open(directory).config.is_recurrent else 0
+    given = new_assignment(directory, stage=0, num_stages=1)
+    assignment = replace(given, max_step_tokens=64, num_states=num_states)
     recorder, cpu = Repeats(), torch.device("cpu")
     eager = staged_executor(assignment, FakeQueue(), cpu, new_kernels=by_triton)
     recorded = staged_executor(assignment, FakeQueue(), cpu, new_kernels=by_triton, recorder=recorder)
@@ -88,6 +93,11 @@ def test_padded_steps_equal_steps_as_they_are(
         outputs = [executor.run(Frame(step, ())) for executor in (eager, recorded)]
         assert outputs[0] == outputs[1]
     assert recorder.counts[0] >= 2
-    both = ([pages._store for pages in executor._compute._pages.groups] for executor in (eager, recorded))
+    owned = [executor._compute._pages for executor in (eager, recorded)]
+    both = ([pages._store for pages in one.groups] for one in owned)
     for expected, found in zip(*both, strict=True):
         torch.testing.assert_close(found[:, :-1], expected[:, :-1], rtol=0, atol=1e-4)
+    states = [[] if one.states is None else one.states._parts for one in owned]
+    assert num_states == 0 or all(part.any() for part in states[0])
+    for expected, found in zip(*states, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

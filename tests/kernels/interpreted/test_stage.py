@@ -7,6 +7,8 @@ Logits of float32 differ by at most 1e-4 of their spread, as those of torch's op
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from stage_worker.model import attention_work
 from stage_worker.model.kernels import Kernels, by_triton
 from stage_worker.model.triton_kernels import launch
 from tests.families import FAMILIES, make_family
-from tests.unit.stage_worker.model.pipeline import Pipeline, Running
+from tests.unit.stage_worker.model.pipeline import Pipeline, Running, states_of
 from tests.unit.stage_worker.model.test_parity import random_sequences
 
 pytestmark = pytest.mark.kernels
@@ -85,9 +87,11 @@ def launches_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
     lengths: list[int],
     kernels: Kernels | None = None,
+    cuts: Sequence[int] = (),
 ) -> Counter[str]:
-    """Launches of all layers in a step of decodes at these positions."""
-    pipeline = Pipeline(checkpoint, kernels=kernels or by_triton(checkpoint.config), block_size=16)
+    """Launches of all layers of the first stage in a step of decodes at these positions."""
+    chosen = kernels or by_triton(checkpoint.config)
+    pipeline = Pipeline(checkpoint, cuts, kernels=chosen, block_size=16)
     pipeline.fill(1.0)
     sequences = [Running(tokens=[1] * (length + 1)) for length in lengths]
     for sequence, length in zip(sequences, lengths, strict=True):
@@ -95,6 +99,8 @@ def launches_of_a_step(
     stage, (pages, *_) = pipeline.stages[0], pipeline.pages
     slices = [pipeline._slice(sequence, 1) for sequence in sequences]
     layout = pipeline._layout(stage, slices)
+    if pages.states is not None:
+        layout = replace(layout, states=states_of(stage, [1] * len(slices), list(range(len(slices)))))
     hidden = stage.embed(torch.ones(len(slices), dtype=torch.int64))
     with Launches(monkeypatch) as launches:
         stage.forward(hidden, layout, pages)
@@ -117,3 +123,17 @@ def test_a_layer_launches_at_most_ten_kernels(
     counts = launches_of_a_step(checkpoint, monkeypatch, [40, 3])
     assert counts["merge_kernel"] == checkpoint.config.num_layers
     assert counts.total() <= most * checkpoint.config.num_layers, counts
+
+
+@pytest.mark.parametrize(
+    ("family", "most"), [("qwen3_5_text", 10), ("bamba", 10), ("granitemoehybrid+dense", 11)]
+)
+def test_a_recurrent_layer_launches_at_most_ten_kernels(
+    family: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three of them are its own; Granite scales what it adds to the residual stream, which takes one more."""
+    changed = {"mlp_bias": False} if family == "bamba" else {}
+    checkpoint = Checkpoint.open(make_family(tmp_path / "model", family, **changed))
+    counts = launches_of_a_step(checkpoint, monkeypatch, [40, 3], cuts=(1,))
+    assert counts.total() <= most, counts
+    assert sum(counts[name] for name in ("convolution_kernel", "gated_norm_kernel")) == 2

@@ -5,17 +5,23 @@ With graphs, a step is one launch between them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from checkpoint import Checkpoint
+from kvcache.states import CopyState, TakeState
+from stage_worker.assignment import Assignment
 from stage_worker.backends.step_graphs import Graph, GraphRecorder
 from stage_worker.executor import StepExecutor
 from stage_worker.model.kernels import by_triton
 from tests.checkpoints import make_checkpoint
 from tests.fake_cuda import DEVICE, FakeCudaQueue, fake_cuda
+from tests.families import make_family
 from tests.integration.stage_bench import GREEDY, Log, hidden_for, new_assignment
 from tests.staged import staged_executor
 from tests.torch_kernels import use_torch_kernels
@@ -108,6 +114,23 @@ def test_a_step_is_one_copy_to_the_device_and_one_back(
         assert copies == (1, 1), kind
 
 
+STATES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "granitemoehybrid+dense": {"layer_types": ["mamba", "attention", "mamba"]},
+}
+"""Families with recurrent layers on the first and last of three stages."""
+
+
+@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize("stage", [0, 2], ids=["FIRST", "LAST"])
+def test_a_step_with_states_is_one_copy_to_the_device_and_one_back(
+    stage: int, family: str, tmp_path: Path
+) -> None:
+    """By torch's operators; changes of slots are copies on the device."""
+    for kind, copies in copies_of(SAMPLINGS["greedy"], stage, tmp_path, family, StepExecutor.run):
+        assert copies == (1, 1), kind
+
+
 @pytest.mark.parametrize("samplings", NEED_A_LOOK.values(), ids=NEED_A_LOOK.keys())
 def test_rows_that_need_a_look_wait_for_the_device_after_their_step_only(
     samplings: tuple[StepSampling, ...], tmp_path: Path
@@ -128,9 +151,9 @@ def copies_of(
     run: Callable[[StepExecutor, Frame], object],
 ) -> Iterator[tuple[str, tuple[int, int]]]:
     """Copies to the device and back of each step that `run` computes or begins."""
-    assignment = new_assignment(make_checkpoint(directory, family, num_layers=3), stage=stage)
+    assignment, width = stage_of(directory, family, stage)
     frames = [
-        (kind, Frame(step, hidden_for(step, HIDDEN_SIZE) if stage else ()))
+        (kind, Frame(step, hidden_for(step, width) if stage else ()))
         for kind, step in steps(Log(assignment), samplings)
     ]
     with fake_cuda() as copies:
@@ -140,6 +163,15 @@ def copies_of(
             copies.counts.clear()
             run(executor, frame)
             yield kind, (copies.counts["up"], copies.counts["down"])
+
+
+def stage_of(directory: Path, family: str, stage: int) -> tuple[Assignment, int]:
+    """A stage of one layer of three, and the width of hidden states."""
+    if family not in STATES:
+        return new_assignment(make_checkpoint(directory, family, num_layers=3), stage=stage), HIDDEN_SIZE
+    model = make_family(directory / "model", family, num_layers=3, **STATES[family])
+    width = Checkpoint.open(model).config.hidden_size
+    return replace(new_assignment(model, stage=stage), num_states=4), width
 
 
 class CountedGraphs(GraphRecorder, Graph):
@@ -164,20 +196,22 @@ class CountedGraphs(GraphRecorder, Graph):
         raise AssertionError("nothing failed")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("stage", [0, 1, 2], ids=["FIRST", "MIDDLE", "LAST"])
+@pytest.mark.parametrize(
+    ("family", "stage"),
+    [*itertools.product(["llama", "qwen3"], [0, 1, 2]), *itertools.product(STATES, [0, 2])],
+)
 def test_a_recorded_step_is_one_launch(
-    stage: int, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside it, a step copies its data to the graph's buffer, and its results from there; LAST samples steps
-    with prompts beside the graph.
+    with prompts beside the graph. Before it, slots of states that begin are zeroed or copied.
     """
     use_torch_kernels(monkeypatch)
-    found = new_assignment(make_checkpoint(tmp_path, family, num_layers=3), stage=stage)
+    found, width = stage_of(tmp_path, family, stage)
     assignment = replace(found, max_step_tokens=64)
     samplings = SAMPLINGS["greedy"]
     frames = [
-        Frame(step, hidden_for(step, HIDDEN_SIZE) if stage else ())
+        Frame(step, hidden_for(step, width) if stage else ())
         for epoch in (1, 2)
         for _, step in steps(Log(assignment), samplings, epoch=epoch)
     ]
@@ -197,5 +231,7 @@ def test_a_recorded_step_is_one_launch(
             if frame.step.epoch == 2:
                 assert recorder.num_launches == 1
                 is_whole = stage < 2 or not frame.step.chunks
-                assert not is_whole or copies.counts["operations"] < 40  # views count, too
+                begun = [one for one in frame.step.signals if isinstance(one.signal, TakeState | CopyState)]
+                most = 40 + 16 * len(begun)  # views count, too
+                assert not is_whole or copies.counts["operations"] < most
     assert recorder.num_recorded == num_recorded > 1

@@ -20,10 +20,10 @@ from kvcache.state_store import StateStore
 from stage_worker.loading.stage_loader import new_queue
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.pipeline_stage import PipelineStage
-from stage_worker.model.state_rows import state_rows
+from stage_worker.model.state_rows import StateRows
 from stage_worker.model.step_layout import StepLayout
 from stage_worker.validation import SliceLayout
-from tests.step_layouts import layout_for
+from tests.step_layouts import layout_for, placed_on
 
 NUM_STATES = 16
 """Recurrent states of a pipeline; a sequence keeps its own for good."""
@@ -155,8 +155,7 @@ class Pipeline:
             shifted = [_shifted(item, shift if index else 0) for item in slices]
             layout = self._layout(stage, shifted).with_tokens(tokens)
             if pages.states is not None:
-                states = state_rows([n for _, n in work], slots).make(torch.from_numpy)
-                layout = replace(layout, states=states)
+                layout = replace(layout, states=states_of(stage, [n for _, n in work], slots))
             hidden = stage.forward(hidden, layout, pages)
         for s, n in work:
             s.num_computed += n
@@ -285,6 +284,11 @@ def _rows(stage: PipelineStage, shapes: Mapping[int, tuple[int, int]]) -> LayerR
 def _shapes(stage: PipelineStage) -> list[PageShape]:
     """The distinct shapes of a stage's pages."""
     return list(dict.fromkeys(map(stage.config.page_shape, stage.windows)))
+
+
+def states_of(stage: PipelineStage, lengths: list[int], slots: list[int]) -> StateRows:
+    """Rows of slices of `lengths` tokens on the stage's device."""
+    return stage.host_states(lengths, slots).rows.make(placed_on(stage.device))
 
 
 def _shifted(item: SliceLayout, shift: int) -> SliceLayout:

@@ -141,7 +141,9 @@ def test_a_save_that_a_stage_does_not_make_is_a_divergence(directory: Path, prom
     assert fault.value.kind is StepFaultKind.KV_DIVERGENCE
 
 
-def test_recurrent_layers_are_refused_on_other_devices(directory: Path) -> None:
+@pytest.mark.parametrize("family", ["kimi_linear", "falcon_h1"])
+def test_layers_that_only_cpus_compute_are_refused_on_other_devices(family: str, tmp_path: Path) -> None:
+    directory = make_family(tmp_path / "model", family)
     with pytest.raises(ValueError, match="not computed on meta"):
         DecoderStage(
             Checkpoint.open(directory).config,
