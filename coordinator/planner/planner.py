@@ -58,12 +58,6 @@ def validate_counts(
     max_kv_tokens: int | None,
 ) -> None:
     """Raise PlanImpossible for contradicting counts, and ValueError for a block size below 1."""
-    on_gpu = [worker.name for worker in workers if worker.device is not DeviceKind.HOST]
-    if config.is_recurrent and on_gpu:
-        raise PlanImpossible(
-            f"{config.model_type!r} has recurrent layers, which are computed on CPUs only, but worker"
-            f" {on_gpu[0]} has a GPU: start it with --device cpu"
-        )
     if block_size < 1:
         raise ValueError(f"block size is {block_size} tokens, must be at least 1")
     _check_entries_fit(config, block_size)

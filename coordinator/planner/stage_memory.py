@@ -34,13 +34,13 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
 The process itself is not part of the budget (see `WorkerCapacity`).
 
 On a GPU whose kernels attend to pages in place, there are no gathered keys and values and no masks, except
-in layers with latent attention and in those by transformers. Instead, results of parts of keys are kept in
-float32, with two more numbers per head, until they are merged: a decode has one per `KEY_SPLIT` keys, a query
-of a short slice of a prompt one per `CHUNK_SPLIT`. With torch's operators on a GPU, gathered keys and values
-are copied once more, into the order of heads. Any GPU has staging memory (`wire.staging`), tables of rotary
-angles for twice the longest sequence or `KEPT_POSITIONS` (2 * head_dim * s for cos and sin, and while they
-are computed, before the layers, 22 * head_dim + 8), and `GPU_OVERHEAD_BYTES`; one with these kernels has CUDA
-graphs (`checkpoint.step_graphs`).
+in layers with latent attention and in those by transformers, and recurrent states are not copied. Instead,
+results of parts of keys are kept in float32, with two more numbers per head, until they are merged: a decode
+has one per `KEY_SPLIT` keys, a query of a short slice of a prompt one per `CHUNK_SPLIT`. With torch's
+operators on a GPU, gathered keys and values are copied once more, into the order of heads. Any GPU has
+staging memory (`wire.staging`), tables of rotary angles for twice the longest sequence or `KEPT_POSITIONS`
+(2 * head_dim * s for cos and sin, and while they are computed, before the layers, 22 * head_dim + 8), and
+`GPU_OVERHEAD_BYTES`; one with these kernels has CUDA graphs (`checkpoint.step_graphs`).
 
 The cost of a stage is the bytes of weights that one decode step reads: its layers, and on the last stage the
 final norm and the output head. Of a layer's E experts, a step of B sequences reads on average
@@ -312,8 +312,9 @@ class StageMemory:
         size += max((self._expanded_bytes(mixer, longest) for mixer in mixers), default=0)
         size += max((self._index_bytes(mixer, longest, gathered) for mixer in mixers), default=0)
         size += max((self._entry_step_bytes(mixer, longest, gathered) for mixer in mixers), default=0)
-        size += self.limits.max_step_sequences * 3 * max(self.state_bytes)
-        size += max(_chunk_bytes(kind, self.limits.max_step_tokens) for kind in self.config.kinds)
+        if not is_in_place:
+            size += self.limits.max_step_sequences * 3 * max(self.state_bytes)
+            size += max(_chunk_bytes(kind, self.limits.max_step_tokens) for kind in self.config.kinds)
         size += self._logits_bytes() if role.has_head else 0
         return size if device is DeviceKind.HOST else self._with_rotary_bytes(size, longest)
 
@@ -396,6 +397,8 @@ class StageMemory:
 
         A row has a result of every head, and its highest score and sum of weights.
         """
+        if isinstance(mixer, Pageless):
+            return 0
         assert isinstance(mixer, Attention), "in place are layers with keys and values of their own"
         limits, rows = self.limits, 0
         if longest > KEY_SPLIT:
@@ -406,11 +409,11 @@ class StageMemory:
         return rows * mixer.num_heads * (mixer.head_dim + 2) * 4
 
     def _attends_in_place(self, layer: LayerPlan) -> bool:
-        """Whether kernels of a GPU attend to the pages of all slices of a layer in place."""
+        """Whether kernels of a GPU read the memory of all slices of a layer, if it has any, in place."""
         is_native = self.implementation is Implementation.NATIVE and not isinstance(
             layer.feed_forward, Opaque
         )
-        return is_native and isinstance(layer.mixer, Attention)
+        return is_native and isinstance(layer.mixer, Attention | Pageless)
 
     def _gathered_bytes(self, layer: LayerPlan) -> int:
         """Keys and values of one token that attention reads, and while they are read from rows with scales:

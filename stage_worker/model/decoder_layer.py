@@ -282,9 +282,7 @@ def _feed_forward(
 class Beside:
     """A state space model that reads the same input as attention, with its output projection."""
 
-    def __init__(
-        self, plan: Mamba2, weights: LayerWeights, operations: Operations, kernels: Kernels
-    ) -> None:
+    def __init__(self, plan: Mamba2, weights: LayerWeights, operations: Operations, kernels: Kernels) -> None:
         """Packed weights replace the given ones."""
         assert weights.beside is not None and weights.beside_o is not None, "weights of another kind"
         self._mix = StateSpaceModel(plan, weights.beside, operations, kernels)

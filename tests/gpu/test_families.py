@@ -59,8 +59,8 @@ def test_logits_equal_transformers_in_float32(
 
 def _check_served(checkpoint: Checkpoint, device: torch.device) -> None:
     """Skip a family that a GPU refuses, once it has refused it."""
-    config = checkpoint.config
-    if (config.is_recurrent or only_on_cpus(config.kinds) is not None) and device.type != "cpu":
+    is_for_cpus = only_on_cpus(checkpoint.config.kinds) is not None
+    if is_for_cpus and device.type != "cpu":
         with pytest.raises(ValueError, match="not computed on") as refused:
             Pipeline(checkpoint, device=device)
         pytest.skip(str(refused.value))

@@ -68,7 +68,9 @@ def of_mixer(mixer: Recurrent, dtype: torch.dtype) -> tuple[Any, Any, int]:
         decay=rates,
         dt_bias=dt_bias,
         skip=random(mixer.num_heads, **heads),
-        norm=None if mixer.gate_norm is GateNorm.NONE else 1 + 0.2 * random(mixer.o_size, dtype=dtype, seed=2),
+        norm=None
+        if mixer.gate_norm is GateNorm.NONE
+        else 1 + 0.2 * random(mixer.o_size, dtype=dtype, seed=2),
     )
     return SeparateScan(mixer, given), FusedScan(mixer, given), mixer.in_size
 

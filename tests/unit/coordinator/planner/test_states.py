@@ -1,4 +1,4 @@
-"""Recurrent states in plans: their number, their memory, and devices that cannot compute them."""
+"""Recurrent states in plans: their number, and their memory by device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from checkpoint.blueprint import Latent
 from coordinator.planner.layer_kinds import layer_kinds
 from coordinator.planner.plan import DeviceKind, Plan, PlanImpossible, StepLimits
 from coordinator.planner.planner import MIN_STATES, make_plan
+from coordinator.planner.stage_memory import StageMemory
 from tests.unit.coordinator.planner.small_models import GIB, llama, workers
+from wire.ids import StageRole
 
 DELTA = GatedDelta(num_heads=8, num_key_heads=4, key_dim=64, value_dim=64, kernel_size=4, norm_eps=1e-6)
 MAMBA = Mamba2(num_heads=8, head_dim=64, num_head_groups=2, state_size=128, kernel_size=4, norm_eps=1e-6)
@@ -125,11 +127,23 @@ def test_other_models_have_no_states() -> None:
     assert (plan.num_states, plan.states_problem) == (0, "")
 
 
-def test_workers_with_a_gpu_are_refused_by_name(config: Blueprint) -> None:
-    host, gpu = workers(GIB, GIB)
-    on_gpu = replace(gpu, device=DeviceKind.GPU)
-    with pytest.raises(PlanImpossible, match=f"worker {gpu.name} has a GPU: start it with --device cpu"):
-        make_plan(config, DType.BF16, [host, on_gpu], limits=LIMITS, block_size=16)
+def test_gpus_with_kernels_need_no_copies_of_states(config: Blueprint) -> None:
+    """Other devices gather, change and write those of a step, with three products of all pairs in a chunk."""
+    memory = StageMemory(config=config, dtype=DType.BF16, limits=LIMITS, block_size=16, num_stages=1)
+    gathered, in_place = (
+        memory.activation_bytes(StageRole.MIDDLE, 32, device)
+        for device in (DeviceKind.GPU, DeviceKind.GPU_IN_PLACE)
+    )
+    assert gathered - in_place >= 4 * 3 * state_bytes(DELTA, DType.BF16) + 3 * 4 * 8 * 32**2
+    assert in_place < 4 * state_bytes(DELTA, DType.BF16) + (1 << 20)
+
+
+@pytest.mark.parametrize("device", [DeviceKind.GPU, DeviceKind.GPU_IN_PLACE])
+def test_a_plan_for_gpus_has_states_within_their_memory(config: Blueprint, device: DeviceKind) -> None:
+    on_gpus = [replace(worker, device=device) for worker in workers(4 * GIB, 4 * GIB)]
+    plan = make_plan(config, DType.BF16, on_gpus, limits=LIMITS, block_size=16)
+    assert plan.num_states == 2 * 3 * 4
+    assert all(stage.total_bytes <= 4 * GIB for stage in plan.stages)
 
 
 def test_recurrent_layers_are_a_kind_without_keys_and_values(config: Blueprint) -> None:
