@@ -254,8 +254,6 @@ def _only_on_cpus(layer: LayerPlan) -> str | None:
         return "Mamba2 beside attention"
     if isinstance(layer.mixer, KimiDelta):
         return "Kimi Delta Attention"
-    if isinstance(layer.mixer, Mamba2) and layer.mixer.has_rates:
-        return "Mamba2 with rates (of a GGUF file)"
     return "compressed attention" if isinstance(layer.mixer, Compressed) else None
 
 

@@ -47,7 +47,7 @@ class FusedScan:
     def __init__(self, mixer: Mamba2, weights: MambaWeights) -> None:
         self._mixer = mixer
         self._conv, self._conv_bias = weights.conv, weights.conv_bias
-        self._rates = -weights.decay.exp()
+        self._rates = weights.decay if mixer.has_rates else -weights.decay.exp()
         self._dt_bias, self._skip = weights.dt_bias, weights.skip
         self._norm = GatedNorm(
             weight=weights.norm,

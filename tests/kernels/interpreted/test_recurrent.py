@@ -37,6 +37,7 @@ MIXERS: dict[str, Recurrent] = {
     "mamba-one-group": replace(MAMBA, num_heads=5, num_head_groups=1, has_conv_bias=False),
     "mamba-short-convolution": replace(MAMBA, kernel_size=2),
     "mamba-norm-before-gate": replace(MAMBA, gate_norm=GateNorm.BEFORE),
+    "mamba-rates": replace(MAMBA, has_rates=True),
     "mamba-no-norm": replace(MAMBA, gate_norm=GateNorm.NONE),
 }
 STEPS = {
@@ -54,9 +55,10 @@ def of_mixer(mixer: Recurrent, dtype: torch.dtype) -> tuple[Any, Any, int]:
     conv = random(mixer.conv_size, 1, mixer.kernel_size, dtype=dtype, seed=1)
     rates, dt_bias = random(mixer.num_heads, **heads), random(mixer.num_heads, **heads) - 1.0
     unused: Any = None
+    has_rates = mixer.layout.has_rates if isinstance(mixer, GatedDelta) else mixer.has_rates
+    decay = -rates.exp() if has_rates else rates
     if isinstance(mixer, GatedDelta):
         norm = 1 + 0.2 * random(mixer.value_dim, dtype=dtype, seed=2)
-        decay = -rates.exp() if mixer.layout.has_rates else rates
         weights = DeltaWeights(input=unused, conv=conv, decay=decay, dt_bias=dt_bias, norm=norm)
         width = mixer.conv_size + mixer.o_size + 2 * mixer.num_heads
         return SeparateDelta(mixer, weights), FusedDelta(mixer, weights), width
@@ -65,7 +67,7 @@ def of_mixer(mixer: Recurrent, dtype: torch.dtype) -> tuple[Any, Any, int]:
         input_bias=None,
         conv=conv,
         conv_bias=random(mixer.conv_size, dtype=dtype, seed=3) if mixer.has_conv_bias else None,
-        decay=rates,
+        decay=decay,
         dt_bias=dt_bias,
         skip=random(mixer.num_heads, **heads),
         norm=None
