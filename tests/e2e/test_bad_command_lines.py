@@ -23,7 +23,7 @@ BAD_USAGE = {
 }
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("line", BAD_USAGE)
 async def test_bad_flags_are_rejected_with_exit_code_2(line: str) -> None:
     run = await run_stageline(*line.split())
@@ -31,7 +31,7 @@ async def test_bad_flags_are_rejected_with_exit_code_2(line: str) -> None:
     assert BAD_USAGE[line] in run.the_error()
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "text"),
     [

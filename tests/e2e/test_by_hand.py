@@ -30,6 +30,7 @@ SMALL = ("--memory", "256MiB", "--threads", "1")
 START_TIMEOUT_S = 120.0
 
 
+@pytest.mark.full
 async def test_workers_start_in_any_order_and_outlive_their_coordinator(
     llama: Reference, tmp_path: Path, free_address: str
 ) -> None:

@@ -25,6 +25,7 @@ def certificates(tmp_path: Path) -> Certificates:
     return Certificates(tmp_path)
 
 
+@pytest.mark.full
 async def test_coordinator_workers_gateway_and_commands_work_with_certificates(
     certificates: Certificates, tmp_path: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_an_address_that_others_reach_needs_certificates_or_a_word(
     assert (expected in error, error.count("\n")) == (True, 1)
 
 
+@pytest.mark.full
 async def test_insecure_processes_listen_anywhere(tmp_path: Path) -> None:
     up = ("up", "--mock", "step=1ms", "--mock-model", "layers=4", "--listen", "0.0.0.0:0", "--insecure")
     async with Shell(tmp_path) as shell:

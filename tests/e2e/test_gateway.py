@@ -88,6 +88,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(cluster: LocalCluster,
             await wait_for_status(cluster.address, lambda status: status.requests.decode == 0)
 
 
+@pytest.mark.full
 async def test_a_batch_has_the_tokens_of_the_grpc_client(cluster: LocalCluster, tmp_path: Path) -> None:
     async with Shell(tmp_path) as shell:
         gateway = await shell.start(
@@ -117,6 +118,7 @@ async def test_a_batch_has_the_tokens_of_the_grpc_client(cluster: LocalCluster, 
                 assert answer["response"]["body"]["choices"][0]["token_ids"] == expected.token_ids
 
 
+@pytest.mark.full
 async def test_a_gateway_waits_for_its_coordinator(tmp_path: Path, free_address: str) -> None:
     async with Shell(tmp_path) as shell:
         listen = ("--listen", free_address, "--log-format", "json")
@@ -143,6 +145,7 @@ async def test_a_gateway_waits_for_its_coordinator(tmp_path: Path, free_address:
         assert await exit_code(gateway) == "exit code 0"
 
 
+@pytest.mark.full
 async def test_what_no_gateway_can_use_is_one_line(cluster: LocalCluster, tmp_path: Path) -> None:
     worker = (await wait_for_status(cluster.address, is_serving)).workers[0].address
     finished = await run_stageline("gateway", "--coordinator", worker, "--listen", "127.0.0.1:0")

@@ -102,6 +102,7 @@ async def test_wrong_mock_flags_are_reported_in_one_line_with_exit_code_2() -> N
         assert text in run.the_error(), line
 
 
+@pytest.mark.full
 async def test_more_mock_stages_than_layers_are_rejected_before_any_start() -> None:
     run = await run_stageline("up", "--workers", "4", "--mock", "step=1ms", "--mock-model", "layers=3")
     assert run.code == 1

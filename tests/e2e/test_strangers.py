@@ -114,6 +114,7 @@ def check_refusals(refusals: list[grpc.aio.AioRpcError | None]) -> None:
         ), details
 
 
+@pytest.mark.full
 async def test_a_stranger_cannot_deliver_results(cluster: LocalCluster) -> None:
     async with Client(cluster.address) as client:
         answer = asyncio.create_task(tokens_of(client, PROMPT, NUM_TOKENS))

@@ -220,6 +220,7 @@ async def test_ctrl_c_during_startup_stops_the_cluster(tmp_path: Path) -> None:
         assert leftover_files(tmp_path) == []
 
 
+@pytest.mark.full
 async def test_the_demo_generates_a_story_and_exits(tmp_path: Path) -> None:
     async with Terminal("demo", temporary=tmp_path) as demo:
         await demo.expect(r"Once upon a time\b[^\n]{80}", timeout_s=START_TIMEOUT_S)

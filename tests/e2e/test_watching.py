@@ -38,6 +38,7 @@ async def _generate_forever(client: Client) -> None:
         await tokens_of(client, [1, 2, 3], 60)
 
 
+@pytest.mark.full
 async def test_top_shows_the_pipeline_until_a_key_is_pressed(tmp_path: Path) -> None:
     async with LocalCluster(config(tmp_path)) as cluster:
         await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)

@@ -353,6 +353,7 @@ async def test_denied_names_and_serials_are_refused_as_soon_as_they_are_listed(
 # Certificates that change
 
 
+@pytest.mark.full
 async def test_leaves_and_authority_change_under_load_without_an_error(certificates: Certificates) -> None:
     """New leaves, then a second authority beside the first, leaves of it, and the first one removed."""
     roles = {"coordinator": Role.COORDINATOR, "w0": Role.WORKER, "w1": Role.WORKER, "operator": Role.OPERATOR}

@@ -48,6 +48,7 @@ async def test_too_few_workers_are_unavailable_with_the_reason(varied_llama: Pat
         assert "2 of 3 workers joined" in answer.error.message
 
 
+@pytest.mark.full
 async def test_too_little_memory_of_survivors_fails_requests_with_the_numbers(varied_llama: Path) -> None:
     """One worker lacks the memory of three; the error states how much."""
     policy = replace(TEST_POLICY, recovery_timeout_s=2.0, rejoin_grace_s=0.1)

@@ -90,6 +90,7 @@ async def test_a_detached_request_can_be_attached_to_at_any_token(varied_llama: 
         assert counts(await cluster.wait_drained()) == (2, 0, 0)
 
 
+@pytest.mark.full
 async def test_output_is_kept_for_the_requested_time(varied_llama: Path) -> None:
     async with served(varied_llama) as (cluster, caller):
         long, short = (message([3], 10, keep_s=keep_s) for keep_s in (60.0, 2.0))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
 from httpx2 import ASGITransport, AsyncClient
 
 from gateway.api.app import make_app
@@ -111,6 +112,7 @@ async def test_required_calls_fit_their_schemas() -> None:
             assert "".join(part["function"]["arguments"] for part in parts) == function["arguments"]
 
 
+@pytest.mark.full
 async def test_an_answer_beside_tools_follows_its_schema() -> None:
     schema = {
         "type": "object",

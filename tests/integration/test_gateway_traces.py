@@ -63,6 +63,7 @@ def is_whole(spans: list[CollectedSpan], *, num_requests: int = 1) -> bool:
     )
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("has_caller", [False, True])
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_trace_goes_from_the_http_request_to_every_stage(

@@ -92,6 +92,7 @@ async def undisturbed(cluster: Cluster, options: dict[str, Any]) -> list[Complet
     return restored.completions.in_order()
 
 
+@pytest.mark.full
 async def test_clients_that_reattach_get_the_output_of_an_undisturbed_run(tmp_path: Path) -> None:
     requests = {name: RestoredRequest(options) for name, options in CASES.items()}
     async with new_cluster(tmp_path / "j.db") as first:

@@ -99,7 +99,7 @@ def chunk_sizes(block_size: int) -> list[int]:
     return [block_size, 2 * block_size + 5, 256]
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("pool", ["ample", "smallest"])
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["shared", "not shared"])
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_every_cache_gives_the_same_tokens(
         assert run.num_prefill_tokens == counts.num_prompt_tokens - counts.num_cached_tokens
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("num_blocks", [smallest_pool(16), 64])
 def test_cancels_change_no_token_of_other_requests(
     model: Path, expected: list[list[int]], num_blocks: int

@@ -87,6 +87,7 @@ class Reading:
             pass
 
 
+@pytest.mark.full
 async def test_a_link_reads_the_tokens_of_many_requests() -> None:
     async with mock_cluster(2) as cluster, Link(cluster.address, policy=replace(QUICK, credit=64)) as link:
         assert (link.model.name, link.model.vocab_size) == ("mock", VOCAB_SIZE)

@@ -278,7 +278,7 @@ def reaches(position: int, frame: Frame) -> bool:
     return any(isinstance(step, Prefill) and step.start >= position for step in steps)
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_a_worker_loss_during_prefill_leaves_no_gap(
     llama: Path, reference: LogprobReference, stage: int

@@ -70,6 +70,7 @@ async def test_a_collector_gets_the_metrics_of_all_processes(collector_variables
         assert total(found[worker], "stageline.stage.step.duration") == num_steps
 
 
+@pytest.mark.full
 async def test_a_hung_collector_delays_no_token(collector_variables: pytest.MonkeyPatch) -> None:
     async with MetricsCollector() as collector:
         collector.may_answer.clear()

@@ -50,6 +50,7 @@ def test_tokens_are_those_of_the_unpacked_weights(form: str, tmp_path: Path) -> 
         assert pipeline.generate(PROMPTS, max_tokens=NUM_NEW_TOKENS) == expected
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("form", ["fp8-block", "float-channel", "pack4-group"])
 def test_quantised_experts_generate_the_tokens_of_their_unpacked_weights(form: str, tmp_path: Path) -> None:
     """The router is plain, as in published checkpoints."""
@@ -86,6 +87,7 @@ def test_native_fp8_of_deepseek_v3_generates_the_tokens_of_its_unpacked_weights(
     assert sizes[0] == sizes[1] == sum(array.nbytes for array in weights.values())
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("form", WeightFormat)
 def test_tokens_are_those_of_the_rounded_weights(form: WeightFormat, tmp_path: Path) -> None:
     plain = write_quantized(tmp_path / "random", FORMATS["float-tensor"], seed=4)

@@ -122,6 +122,7 @@ async def test_a_remote_model_gives_the_same_tokens_and_each_worker_fetches_only
         assert sent == index[-1].sent_bytes, "the coordinator reads the index"
 
 
+@pytest.mark.full
 async def test_a_manifest_proves_every_byte_and_a_wrong_one_is_never_served(
     model: Path, tmp_path: Path
 ) -> None:

@@ -182,7 +182,7 @@ async def test_a_choice_does_not_depend_on_the_number_of_choices(
     assert [outputs.tokens[:most] for outputs in answers] == [case[:most] for case in solo]
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_stages", "chunk"),
     [
@@ -201,7 +201,7 @@ async def test_tokens_are_the_same_in_small_and_large_chunks(
         assert tokens_of(await run_all(cluster)) == solo
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("block_size", [4, 32])
 async def test_tokens_are_the_same_in_small_and_large_blocks(
     llama: Path, solo: list[Tokens], block_size: int

@@ -100,6 +100,7 @@ def make_checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return lambda **changes: Checked(directory, dtype, **changes)
 
 
+@pytest.mark.matrix(1)
 def test_a_good_pipeline_passes(make_checked: Any) -> None:
     for block_size in (1, 2, 3, 5, 8, 16):
         verdict = make_checked(block_size=block_size).run()

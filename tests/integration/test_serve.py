@@ -72,7 +72,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_tokens_and_usage_equal_those_of_generate(worded_llama: Path, shape: str) -> None:
     options = {"max_tokens": 30, **SHAPES[shape]}
@@ -384,6 +384,7 @@ async def test_a_cancelled_submission_is_forgotten_before_a_pipeline_serves() ->
         await until(lambda: cluster.server.engine.admission.num_preparing == 0)
 
 
+@pytest.mark.full
 async def test_tokens_arrive_once_over_the_ends_of_epochs() -> None:
     async with mock_cluster(2) as cluster, Gateway(cluster.address) as gateway:
         numbered = [await gateway.submit(message(prompt_of(number), 300)) for number in range(6)]

@@ -28,6 +28,7 @@ async def until_ended(cluster: Cluster, request_id: str) -> None:
     await until(lambda: live_request(parse_request_id(request_id)) is None)
 
 
+@pytest.mark.full
 async def test_a_reader_too_far_behind_is_cancelled_with_the_reason(
     varied_llama: Path, solo: SoloRuns
 ) -> None:

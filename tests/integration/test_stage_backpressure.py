@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from tests.frame_messages import encode_frame
 from tests.integration.scenario import ScriptedLog
 from tests.integration.stage_bench import new_assignment, stage_bench
@@ -17,6 +19,7 @@ SENDER_WAIT_S = 2.0
 """A sender without backpressure finishes in a fraction of this."""
 
 
+@pytest.mark.full
 async def test_a_next_stage_that_does_not_read_blocks_the_sender(tiny_llama: Path) -> None:
     """100 MiB exceed all queues and windows between. Once the next stage reads, nothing is missing."""
     async with stage_bench(new_assignment(tiny_llama, stage=0)) as bench:

@@ -67,6 +67,7 @@ def parts_of(cluster: Cluster, name: str) -> Any:
 SPARE: dict[str, Any] = {"num_workers": len(LAYERS) + 1, "warm_spare_bytes": LIMIT, "self_check": False}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("weights_listen", [None, "off"], ids=["served", "on each host only"])
 async def test_a_takeover_by_a_warm_spare_reads_nothing(
     weights_listen: str | None, model: Path, monkeypatch: pytest.MonkeyPatch

@@ -164,6 +164,7 @@ def _is_compared(status: cluster_pb2.GetStatusResponse) -> bool:
     return is_serving and levels == {cluster_pb2.WEIGHTS_CHECK_FULL}
 
 
+@pytest.mark.full
 async def test_a_loss_with_warm_spares_fetches_nothing(model: Path, tmp_path: Path) -> None:
     with range_server(model) as server:
         async with remote_cluster(server, tmp_path, num_workers=4) as cluster:

@@ -75,7 +75,7 @@ class Watch:
                 self.most_held[group] = max(self.most_held[group], len(part.held_blocks))
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("layers", CUTS)
 def test_tokens_equal_those_of_transformers_at_every_cut(mixed: Path, layers: tuple[int, ...]) -> None:
     prompts = [prompt_of(150, 1), prompt_of(WINDOW + 1, 2), prompt_of(3, 3)]
@@ -128,7 +128,7 @@ async def test_a_cluster_plans_and_serves_both_groups(mixed: Path) -> None:
         assert list(completion.token_ids) == expected_tokens(mixed, prompt, 20)
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("lost", ["w0", "w1"])
 async def test_tokens_are_the_same_after_the_loss_of_a_worker(mixed: Path, lost: str) -> None:
     """The worker is lost when windowed layers have released blocks; their tokens are computed again.

@@ -76,7 +76,7 @@ async def test_a_bf16_model_generates_the_same_tokens_over_bf16(bf16_llama: Path
     assert await tokens_of(bf16_llama, "bf16", "bf16") == await tokens_of(bf16_llama, "bf16", None)
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("wire_dtype", ["bf16", "fp8", "int8"])
 async def test_a_smaller_wire_dtype_changes_few_tokens(varied_llama: Path, wire_dtype: str) -> None:
     exact = await tokens_of(varied_llama, "f32", None)

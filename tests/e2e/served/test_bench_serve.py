@@ -14,6 +14,7 @@ from tests.e2e.terminal import CTRL_C, Terminal
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
+@pytest.mark.full
 async def test_bench_serve_measures_a_load_and_reports_failures(served: Served, tmp_path: Path) -> None:
     line = "bench serve --num-requests 12 --request-rate 40 --prompt-tokens uniform:5-60 --output-tokens 9 "
     files = ("--json", str(tmp_path / "run.json"), "--plot", str(tmp_path / "run.svg"))

@@ -108,6 +108,7 @@ async def test_many_cancels_do_not_affect_another_request(served: Served, client
     await wait_for_status(served.address, is_idle)
 
 
+@pytest.mark.full
 async def test_the_status_command_shows_every_worker_idle(served: Served) -> None:
     await wait_for_status(served.address, is_idle)
     finished = await run_stageline("status", "--json", "--coordinator", served.address)

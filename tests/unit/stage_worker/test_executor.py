@@ -268,6 +268,7 @@ def test_grows_are_applied_among_the_signals_in_their_place(stage: Stage) -> Non
     stage.executor.check_integrity()
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_signals_before_and_after_grows_keep_their_order(stage: Stage, position: int) -> None:
     """Another order has another digest."""

@@ -56,6 +56,7 @@ def comparable(output: StageOutput) -> object:
     ]
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("num_ahead", [1, 3, 12])
 def test_steps_prepared_ahead_give_the_outputs_of_steps_one_by_one(stage: Stage, num_ahead: int) -> None:
     steps = list(scripted_steps(stage))

@@ -54,6 +54,7 @@ def helium(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("helium") / "model", "helium")
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
     """With chunks, preemption (few blocks), and prefix hits (a later prompt has the beginning of another)."""

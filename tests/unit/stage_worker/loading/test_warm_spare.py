@@ -157,7 +157,7 @@ def test_a_takeover_is_cancelled_between_two_copies(directory: Path) -> None:
     assert load_stage(assigned(directory, 4, LAYERS), ON_HOST, LoadProgress(), cache).read_bytes == 0
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("resources", [RESOURCES, ON_HOST], ids=["in place", "on the host"])
 def test_layers_that_are_not_warm_are_read(directory: Path, resources: WorkerResources) -> None:
     cache, _ = warmed(order(directory, LAST), resources=resources)

@@ -227,6 +227,7 @@ def test_greedy_tokens_equal_transformers_at_every_cut(family: tuple[str, Checkp
         assert was_preempted or all(checkpoint.config.cache_windows), "no preemption"
 
 
+@pytest.mark.matrix(1)
 def test_each_field_of_the_plan_changes_the_logits(family: tuple[str, Checkpoint]) -> None:
     _, checkpoint = family
     (sequence,) = random_sequences([70])

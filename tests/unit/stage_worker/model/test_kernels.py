@@ -113,6 +113,7 @@ def exact(checkpoints: dict[str, Checkpoint]) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_choice_is_as_near_to_float32_as_bfloat16_allows(

@@ -88,6 +88,7 @@ def compute_in_chunks(pipeline: Pipeline, sequences: list[Running], chunks: list
     return [torch.cat(part) for part in parts]
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("model", MODELS)
 def test_chunked_prefill_and_mixed_decode_give_the_logits_of_transformers(model: str, tmp_path: Path) -> None:
     checkpoint, reference = make_pair(tmp_path, model)
@@ -108,6 +109,7 @@ def test_every_cut_gives_the_same_logits(cuts: tuple[int, ...], tmp_path: Path) 
         torch.testing.assert_close(logits, reference_logits(reference, s.tokens), atol=1e-4, rtol=0)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("model", ["llama", "mistral window", "qwen2", "qwen3 windows"])
 def test_greedy_tokens_equal_generate(model: str, tmp_path: Path) -> None:
     checkpoint, reference = make_pair(tmp_path, model)

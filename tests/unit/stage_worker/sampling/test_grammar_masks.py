@@ -124,6 +124,7 @@ def test_every_text_under_a_regex_matches_it_in_full(setting: Setting, regex: st
         assert re.fullmatch(regex, text), text
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_every_text_is_one_of_the_choices_and_each_is_reached(setting: Setting, is_greedy: bool) -> None:
     spec = setting.spec(GrammarKind.CHOICE, *CHOICES)

@@ -50,6 +50,7 @@ def test_a_token_is_drawn_for_the_position_that_it_will_have(part: StepSlice) ->
     assert expected != tokens_of(logits, [Row(sampling=HOT, prompt=PROMPT[1:])])
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("sampling", FILTERS.values(), ids=FILTERS.keys())
 def test_a_restarted_sequence_samples_as_an_undisturbed_one(
     sampling: StepSampling,
