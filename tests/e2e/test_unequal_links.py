@@ -18,7 +18,7 @@ from tests.e2e.commands import ENVIRONMENT, STAGELINE, Shell, until_logged
 from tests.e2e.namespaces import NamedHost, named_hosts, run_ip
 from tests.fake_processes import ROOT
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.full]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.nightly]
 
 HOSTS = ("gpu-a", "gpu-b", "gpu-c")
 LINKS = {("gpu-a", "gpu-b"): (0.012, 8e6), ("gpu-a", "gpu-c"): (0.010, 8e6), ("gpu-b", "gpu-c"): (0.002, 5e5)}
