@@ -97,7 +97,9 @@ def _target(figure: Mapping[str, Any]) -> str:
 
 
 _BY_RATIO = {
-    row.name for row in TARGETS if row.phase == "prompts" or row.name.startswith(("decode", "atten"))
+    row.name
+    for row in TARGETS
+    if row.phase in ("prompts", "experts") or row.name.startswith(("decode", "atten"))
 }
 
 

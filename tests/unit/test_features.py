@@ -1,6 +1,6 @@
-"""Every feature that README.md names is driven by a test of `make test`, or of `make test-clients`.
+"""Every feature that README.md names is driven by a test of `make test`, `test-full` or `test-clients`.
 
-A row names a file of tests and texts: one of its tests is in `make test` and has all the texts in its source,
+A row names a file of tests and texts: one of its tests is in these tiers and has all the texts in its source,
 or in functions and constants of the file that it uses. A feature without a row fails, as does a row without a
 feature, or whose test is gone, no longer drives it, or moved to another tier.
 """
@@ -198,7 +198,7 @@ PAGES: dict[str, Row] = {
 
 @cache
 def sources_of_tests(path: Path) -> dict[str, str]:
-    """Source of each test in `make test`, with the functions and constants of its file that it uses."""
+    """Source of each test that every change runs, with the functions and constants of its file that it uses."""
     text = path.read_text()
     module = ast.parse(text)
     defined = dict(_definitions(module))
@@ -206,7 +206,7 @@ def sources_of_tests(path: Path) -> dict[str, str]:
     return {
         name: _with_uses(name, defined, text)
         for name, node in defined.items()
-        if name.startswith("test_") and "test" in chosen_by(marks | _marks(node))
+        if name.startswith("test_") and chosen_by(marks | _marks(node)) & {"test", "test-full"}
     }
 
 
@@ -259,7 +259,7 @@ def rpcs() -> set[str]:
 def _missing(rows: Mapping[str, Row]) -> list[str]:
     """The features whose row names no test that drives them."""
     return [
-        f"{feature}: no test of make test in tests/{path} has {' and '.join(texts)}"
+        f"{feature}: no test of make test or test-full in tests/{path} has {' and '.join(texts)}"
         for feature, (path, *texts) in rows.items()
         if not any(
             all(text in source for text in texts)
@@ -308,7 +308,7 @@ def test_make_demo_runs_the_demo() -> None:
     assert "\ndemo: venv\n\t@$(BIN)/stageline demo\n" in (REPOSITORY / "Makefile").read_text()
 
 
-@pytest.mark.parametrize("marker", ["full", "nightly", "chaos", "gpu"])
+@pytest.mark.parametrize("marker", ["nightly", "chaos", "gpu"])
 def test_a_test_of_another_tier_drives_nothing(tmp_path: Path, marker: str) -> None:
     file = tmp_path / f"test_{marker}.py"
     file.write_text("import pytest\n\nWORD = 'chat'\n\ndef test_a():\n    assert WORD\n")

@@ -73,7 +73,7 @@ async def test_cudnn_attention_is_off_a_gpu_is_measured_and_every_thread_has_the
     assert ident != threading.get_ident()
     assert switched == [False]
     backend._steps.drain()
-    names = (threading.current_thread().name, "stage-compute", "stage-completion", *measured)
+    names = (threading.current_thread().name, "stage-compute", "stage-completion", "hop-memory", *measured)
     assert threads == dict.fromkeys(names, CUDA)
     other = GpuClaims(tmp_path / "gpus")
     assert not other.claim(f"GPU-{UUID}")

@@ -183,7 +183,9 @@ def test_no_split_in_this_order_is_faster(problem: tuple[Blueprint, list[WorkerC
     for inner in combinations(range(1, config.num_layers), len(capacities) - 1):
         cuts = (0, *inner, config.num_layers)
         if fits(cuts):
-            assert found <= slowest_ps(config, rates, [end - begin for begin, end in pairwise(cuts)])
+            # Devices of one speed are planned by bytes, and the time of each layer is rounded.
+            others = slowest_ps(config, rates, [end - begin for begin, end in pairwise(cuts)])
+            assert found <= others + config.num_layers
 
 
 @pytest.mark.full
