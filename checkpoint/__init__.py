@@ -60,8 +60,8 @@ from checkpoint.step_sizes import EXPANDED_ELEMENTS, INDEX_ELEMENTS
 from checkpoint.tensors import (
     stage_tensor_names,
     stage_tensor_shapes,
-    verify_tensors,
 )
+from checkpoint.verification import verify_tensors
 
 __all__ = [
     "EXPANDED_ELEMENTS",

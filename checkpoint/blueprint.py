@@ -16,7 +16,7 @@ from checkpoint.multipliers import RowScale
 from checkpoint.names import LLAMA_NAMES, NameTable
 from checkpoint.quantization import BlockTensors, Quantization
 from checkpoint.recurrent import Mamba2, NoMixer, Pageless, Recurrent, recurrent_of
-from checkpoint.rope_config import RopeConfig, RopeKind
+from checkpoint.rope_config import QueryGrowth, RopeConfig, RopeKind
 from checkpoint.streams import HyperConnection, WeightedCollapse
 
 
@@ -64,17 +64,6 @@ class QkNorm:
     norm: Norm
     span: NormSpan = NormSpan.HEAD
     is_after_rotation: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryGrowth:
-    """Queries at position p are multiplied by 1 + beta * ln(1 + floor(p / original_length)).
-
-    Source: Llama 4's attention temperature; transformers get_llama_4_attn_scale.
-    """
-
-    beta: float
-    original_length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,6 @@ from checkpoint.blueprint import (
     NoFeedForward,
     Norm,
     QkNorm,
-    QueryGrowth,
 )
 from checkpoint.compressed_config import parse_compressed_layers
 from checkpoint.config_fields import (
@@ -55,7 +54,7 @@ from checkpoint.names import TensorRole
 from checkpoint.quantization_config import parse_quantization
 from checkpoint.recurrent import Mamba2
 from checkpoint.recurrent_config import parse_block_mixers, parse_recurrent, parse_recurrent_layers
-from checkpoint.rope_config import FULL, SLIDING, parse_query_growth, parse_ropes
+from checkpoint.rope_config import FULL, SLIDING, QueryGrowth, parse_query_growth, parse_ropes
 from checkpoint.stream_config import parse_collapse, parse_connection
 from checkpoint.wrappers import text_config
 

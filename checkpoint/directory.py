@@ -24,12 +24,11 @@ from checkpoint.mistral.model import describe_mistral
 from checkpoint.pins import Pins
 from checkpoint.quantization import PackedMatrix
 from checkpoint.tensors import (
-    draft_prefixes,
     packed_tensors,
     stage_tensor_names,
     stage_tensor_shapes,
-    verify_tensors,
 )
+from checkpoint.verification import draft_prefixes, verify_tensors
 from checkpoint.wrappers import text_config
 
 SAMPLE_BYTES = 4096

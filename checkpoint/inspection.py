@@ -16,7 +16,7 @@ from checkpoint.generation_config import read_generation_config
 from checkpoint.gguf.files import is_gguf
 from checkpoint.headers import Headers, read_headers
 from checkpoint.other_families import has_row, refuse_other
-from checkpoint.tensors import tensor_errors
+from checkpoint.verification import tensor_errors
 
 ADAPTER_FILE = "adapter_config.json"
 """Marks a LoRA adapter of peft."""

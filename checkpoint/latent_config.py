@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from checkpoint.blueprint import Indexer, Latent, Norm, NormKind, QueryGrowth
+from checkpoint.blueprint import Indexer, Latent, Norm, NormKind
 from checkpoint.config_fields import RawConfig, flag, natural_int, positive_float, positive_int
 from checkpoint.errors import BadConfig, UnsupportedModel
 from checkpoint.family_rules import Architecture, IndexRule, LatentRule
-from checkpoint.rope_config import FULL, RopeConfig, RopeKind, parse_query_growth, parse_ropes, yarn_mscale
+from checkpoint.rope_config import (
+    FULL,
+    QueryGrowth,
+    RopeConfig,
+    RopeKind,
+    parse_query_growth,
+    parse_ropes,
+    yarn_mscale,
+)
 
 _LATENT_EPS = 1e-6
 """Of the norms of latents: transformers passes them none, whatever `rms_norm_eps` is."""

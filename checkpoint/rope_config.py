@@ -68,6 +68,17 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGrowth:
+    """Queries at position p are multiplied by 1 + beta * ln(1 + floor(p / original_length)).
+
+    Source: Llama 4's attention temperature; transformers get_llama_4_attn_scale.
+    """
+
+    beta: float
+    original_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRule:
     """How a family reads its rotary embedding.
 

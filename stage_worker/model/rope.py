@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from checkpoint import Attention, Compressed, Latent, RopeConfig, RopeKind
-from checkpoint.blueprint import QueryGrowth
-from checkpoint.rope_config import yarn_mscale
+from checkpoint.rope_config import QueryGrowth, yarn_mscale
 from checkpoint.step_sizes import KEPT_POSITIONS
 
 

@@ -25,13 +25,13 @@ from checkpoint.blueprint import (
     GroupScore,
     Indexer,
     NormKind,
-    QueryGrowth,
     RouterScore,
 )
 from checkpoint.compressed import PageShape
-from checkpoint.rope_config import RopeKind
+from checkpoint.rope_config import QueryGrowth, RopeKind
 from checkpoint.streams import HyperConnection, WeightedCollapse
-from checkpoint.tensors import draft_prefixes, stored_tensors
+from checkpoint.tensors import stored_tensors
+from checkpoint.verification import draft_prefixes
 
 _REMOTE_CODE = {
     "AutoConfig": "configuration_deepseek.DeepseekV3Config",

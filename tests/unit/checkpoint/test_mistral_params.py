@@ -27,12 +27,12 @@ from checkpoint import (
     parse_config,
     stage_tensor_shapes,
 )
-from checkpoint.blueprint import QueryGrowth, RouterScore
+from checkpoint.blueprint import RouterScore
 from checkpoint.dtypes import DType
 from checkpoint.inspection import inspect
 from checkpoint.mistral.model import describe_mistral
 from checkpoint.mistral.params import read_params
-from checkpoint.rope_config import RopeKind
+from checkpoint.rope_config import QueryGrowth, RopeKind
 from tests.checkpoints import make_checkpoint
 from tests.mistral_files import save_mistral, write_mistral
 
