@@ -15,7 +15,7 @@ from checkpoint.dtypes import DType, WeightFormat
 from checkpoint.multipliers import RowScale
 from checkpoint.names import LLAMA_NAMES, NameTable
 from checkpoint.quantization import BlockTensors, Quantization
-from checkpoint.recurrent import Mamba2, NoMixer, Pageless, Recurrent, recurrent_of
+from checkpoint.recurrent import Mamba2, NoMixer, Pageless, Recurrent, StatePart, recurrent_of
 from checkpoint.rope_config import QueryGrowth, RopeConfig, RopeKind
 from checkpoint.streams import HyperConnection, WeightedCollapse
 
@@ -377,6 +377,12 @@ class LayerPlan:
     has_scale: bool = False
     weights: WeightFormat | None = None
     connection: HyperConnection | None = None
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """What it keeps of a sequence beside pages."""
+        mixer = recurrent_of(self)
+        return () if mixer is None else mixer.state_parts
 
     @property
     def num_streams(self) -> int:

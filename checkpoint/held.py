@@ -6,6 +6,7 @@ are.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -16,7 +17,7 @@ from checkpoint.dtypes import INT4_GROUP, INT4_ROWS, DType, PackedDType, ScaledD
 from checkpoint.errors import UnsupportedModel
 from checkpoint.names import EXPERT_ROLES, NameTable, Pack, TensorRole
 from checkpoint.quantization import Awq, Fp4, Gptq, PackedInts, Quantization, Scaled, Scheme
-from checkpoint.recurrent import Pageless, Recurrent
+from checkpoint.recurrent import Pageless, StatePart
 from checkpoint.tensors import (
     STREAM_ROLES,
     RoleShapes,
@@ -388,9 +389,9 @@ def entry_bytes_per_block(mixer: Mixer, block_size: int, dtype: DType) -> int:
     return mixer.entry_elements(block_size) * dtype.size_bytes
 
 
-def state_bytes(mixer: Recurrent, dtype: DType) -> int:
-    """Size of what one recurrent layer keeps of a sequence, see `StatePart`."""
-    sizes = ((part, DType.F32 if part.is_wide else dtype) for part in mixer.state_parts)
+def state_bytes(parts: Iterable[StatePart], dtype: DType) -> int:
+    """Size of what one layer keeps of a sequence beside pages, see `LayerPlan.state_parts`."""
+    sizes = ((part, DType.F32 if part.is_wide else dtype) for part in parts)
     return sum(prod(part.shape) * part_dtype.size_bytes for part, part_dtype in sizes)
 
 

@@ -13,28 +13,37 @@ _CPU_ALIGNMENT = 64
 """Bytes: a cache line, as torch aligns its own CPU tensors. numpy aligns to 16 only."""
 
 
-class StateStore:
-    """`num_states` slots for the states of `num_layers` recurrent layers, counted from 0.
+Part = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a part of a state."""
 
-    A state has several parts, which all layers share the shape of: part i of all layers is a tensor
-    [num_layers, num_states, *shape].
+
+class StateStore:
+    """`num_states` slots for the states of recurrent layers, counted from 0.
+
+    A state has several parts. Part i of all layers that have one of its shape is a tensor
+    [layers, num_states, *shape].
     """
 
     def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_states: int,
-        parts: Sequence[tuple[tuple[int, ...], torch.dtype]],
-        device: torch.device | str,
+        self, *, layers: Sequence[Sequence[Part]], num_states: int, device: torch.device | str
     ) -> None:
-        """`parts` are shapes and dtypes. A CPU commits memory when a slot is first written."""
-        if num_layers < 1 or num_states < 1:
-            raise ValueError(f"states for {num_layers} layers in {num_states} slots, both must be at least 1")
-        self.num_layers, self.num_states = num_layers, num_states
-        self._parts = [
-            zeros((num_layers, num_states, *shape), dtype, torch.device(device)) for shape, dtype in parts
-        ]
+        """`layers` have the parts of each layer. A CPU commits memory when a slot is first written."""
+        self.num_layers, self.num_states = len(layers), num_states
+        if self.num_layers < 1 or num_states < 1:
+            raise ValueError(
+                f"states for {self.num_layers} layers in {num_states} slots, both must be at least 1"
+            )
+        owners: dict[tuple[int, Part], list[int]] = {}
+        for layer, parts in enumerate(layers):
+            for place, part in enumerate(parts):
+                owners.setdefault((place, part), []).append(layer)
+        self._parts: list[Tensor] = []
+        self._layers: list[list[Tensor]] = [[] for _ in layers]
+        for (_, (shape, dtype)), of_part in sorted(owners.items(), key=lambda item: item[0][0]):
+            stored = zeros((len(of_part), num_states, *shape), dtype, torch.device(device))
+            self._parts.append(stored)
+            for layer, own in zip(of_part, stored, strict=True):
+                self._layers[layer].append(own)
 
     @property
     def size_bytes(self) -> int:
@@ -42,7 +51,7 @@ class StateStore:
 
     def layer(self, layer: int) -> list[Tensor]:
         """The parts of one layer, [num_states, *shape] each, not copies."""
-        return [part[layer] for part in self._parts]
+        return self._layers[layer]
 
     def change(self, changes: Sequence[SlotChange]) -> None:
         """Set whole slots to zero or to copies of others, in all layers, in order."""

@@ -204,10 +204,7 @@ class StageMemory:
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
         """Bytes of one recurrent state in each layer, 0 in layers without."""
-        return tuple(
-            0 if (mixer := recurrent_of(layer)) is None else state_bytes(mixer, self.dtype)
-            for layer in self.config.layers
-        )
+        return tuple(state_bytes(layer.state_parts, self.dtype) for layer in self.config.layers)
 
     @cached_property
     def entry_bytes(self) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from checkpoint import (
     Compressed,
     LayerPlan,
     Pageless,
-    Recurrent,
     cached_bytes_per_token,
     entry_bytes_per_block,
     state_bytes,
@@ -38,32 +37,23 @@ def _layer_groups(assignment: Assignment, config: Blueprint) -> list[int]:
 
 def _states_of(assignment: Assignment, config: Blueprint, device: torch.device) -> StateStore | None:
     """States of a stage's recurrent layers; None without such layers."""
-    mixers = _recurrent_mixers(assignment, config)
-    if not mixers:
+    layers = config.layers[assignment.layer_begin : assignment.layer_end]
+    found = [layer.state_parts for layer in layers if layer.state_parts]
+    if not found:
         return None
     wide, narrow = torch.float32, TORCH_DTYPES[assignment.dtype]
     return StateStore(
-        num_layers=len(mixers),
+        layers=[[(part.shape, wide if part.is_wide else narrow) for part in parts] for parts in found],
         num_states=assignment.num_states,
-        parts=[(part.shape, wide if part.is_wide else narrow) for part in mixers[0].state_parts],
         device=device,
     )
-
-
-def _recurrent_mixers(assignment: Assignment, config: Blueprint) -> list[Recurrent]:
-    """Those of the stage's layers, which have states of one shape."""
-    layers = config.layers[assignment.layer_begin : assignment.layer_end]
-    mixers = [mixer for layer in layers if (mixer := recurrent_of(layer)) is not None]
-    if len({mixer.state_parts for mixer in mixers}) > 1:
-        raise StageLoadError("recurrent layers with states of several shapes are not supported")
-    return mixers
 
 
 def kv_bytes_of(assignment: Assignment, config: Blueprint) -> int:
     """Memory of pages, of entries and of recurrent states."""
     layers = config.layers[assignment.layer_begin : assignment.layer_end]
     counts = [assignment.group_blocks[group] for group in _layer_groups(assignment, config)]
-    states = sum(state_bytes(mixer, assignment.dtype) for mixer in _recurrent_mixers(assignment, config))
+    states = sum(state_bytes(layer.state_parts, assignment.dtype) for layer in layers)
     entries = sum(
         entry_bytes_per_block(layer.mixer, assignment.block_size, assignment.dtype) for layer in layers
     )

@@ -31,16 +31,16 @@ def config() -> Blueprint:
 
 
 def test_a_state_has_its_convolution_in_the_run_dtype_and_its_sum_in_float32() -> None:
-    assert state_bytes(DELTA, DType.BF16) == (2 * 256 + 512) * 3 * 2 + 8 * 64 * 64 * 4
-    assert state_bytes(DELTA, DType.F32) == (2 * 256 + 512) * 3 * 4 + 8 * 64 * 64 * 4
+    assert state_bytes(DELTA.state_parts, DType.BF16) == (2 * 256 + 512) * 3 * 2 + 8 * 64 * 64 * 4
+    assert state_bytes(DELTA.state_parts, DType.F32) == (2 * 256 + 512) * 3 * 4 + 8 * 64 * 64 * 4
 
 
 def test_a_state_space_model_keeps_a_matrix_of_each_head() -> None:
-    assert state_bytes(MAMBA, DType.BF16) == (512 + 2 * 256) * 3 * 2 + 8 * 64 * 128 * 4
+    assert state_bytes(MAMBA.state_parts, DType.BF16) == (512 + 2 * 256) * 3 * 2 + 8 * 64 * 128 * 4
 
 
 def test_kimi_delta_attention_keeps_three_convolutions_and_a_matrix_of_each_head() -> None:
-    assert state_bytes(KIMI, DType.BF16) == 3 * 512 * 3 * 2 + 8 * 64 * 64 * 4
+    assert state_bytes(KIMI.state_parts, DType.BF16) == 3 * 512 * 3 * 2 + 8 * 64 * 64 * 4
 
 
 def test_a_plan_has_states_for_all_sequences_in_flight_and_as_many_snapshots(config: Blueprint) -> None:
@@ -49,7 +49,7 @@ def test_a_plan_has_states_for_all_sequences_in_flight_and_as_many_snapshots(con
     for stage in plan.stages:
         layers = config.layers[stage.layer_begin : stage.layer_end]
         num_recurrent = sum(isinstance(layer.mixer, GatedDelta) for layer in layers)
-        of_states = plan.num_states * num_recurrent * state_bytes(DELTA, DType.BF16)
+        of_states = plan.num_states * num_recurrent * state_bytes(DELTA.state_parts, DType.BF16)
         of_pages = (
             plan.num_blocks
             * 16
@@ -79,7 +79,7 @@ LONG = replace(LIMITS, max_sequence_tokens=1 << 20)
 
 def shares_of(plan: Plan) -> tuple[int, int]:
     """Bytes of recurrent states and of pages."""
-    states = plan.num_states * 6 * state_bytes(DELTA, DType.BF16)
+    states = plan.num_states * 6 * state_bytes(DELTA.state_parts, DType.BF16)
     return states, sum(stage.kv_bytes for stage in plan.stages) - states
 
 
@@ -134,8 +134,8 @@ def test_gpus_with_kernels_need_no_copies_of_states(config: Blueprint) -> None:
         memory.activation_bytes(StageRole.MIDDLE, 32, device)
         for device in (DeviceKind.GPU, DeviceKind.GPU_IN_PLACE)
     )
-    assert gathered - in_place >= 4 * 3 * state_bytes(DELTA, DType.BF16) + 3 * 4 * 8 * 32**2
-    assert in_place < 4 * state_bytes(DELTA, DType.BF16) + (1 << 20)
+    assert gathered - in_place >= 4 * 3 * state_bytes(DELTA.state_parts, DType.BF16) + 3 * 4 * 8 * 32**2
+    assert in_place < 4 * state_bytes(DELTA.state_parts, DType.BF16) + (1 << 20)
 
 
 @pytest.mark.parametrize("device", [DeviceKind.GPU, DeviceKind.GPU_IN_PLACE])
@@ -160,7 +160,7 @@ def test_layers_of_a_mixer_or_a_feed_forward_alone_are_kinds_without_the_other(c
     plan = make_plan(config, DType.BF16, workers(GIB), limits=LIMITS, block_size=16)
     names = [(kind.name, kind.kv_bytes_per_token > 0) for kind in layer_kinds(config, plan).kinds]
     assert names == [("Gated DeltaNet", False), ("attention", True), ("dense", False)]
-    of_states = plan.num_states * 2 * state_bytes(DELTA, DType.BF16)
+    of_states = plan.num_states * 2 * state_bytes(DELTA.state_parts, DType.BF16)
     of_pages = plan.num_blocks * 16 * 2 * 2 * getattr(full.mixer, "kv_size", 0) * 2
     assert plan.stages[0].kv_bytes == of_states + of_pages
 
@@ -196,7 +196,7 @@ def test_kimi_delta_attention_is_planned_beside_latent_attention(config: Bluepri
     assert (mla.name, mla.kv_bytes_per_token) == ("latent attention without rotation + dense", 2 * 128)
     for stage in plan.stages:
         kinds = [layer.mixer for layer in config.layers[stage.layer_begin : stage.layer_end]]
-        of_states = plan.num_states * kinds.count(KIMI) * state_bytes(KIMI, DType.BF16)
+        of_states = plan.num_states * kinds.count(KIMI) * state_bytes(KIMI.state_parts, DType.BF16)
         assert stage.kv_bytes == of_states + plan.num_blocks * 16 * kinds.count(latent) * 2 * 128
 
 
@@ -209,7 +209,7 @@ def test_a_mixer_beside_attention_has_pages_and_states_of_one_layer(config: Blue
     assert (kind.name, kind.kv_bytes_per_token) == ("attention beside Mamba2 + dense", of_pages)
     assert plan.num_states == 2 * 3 * 4
     for stage in plan.stages:
-        of_states = plan.num_states * state_bytes(MAMBA, DType.BF16)
+        of_states = plan.num_states * state_bytes(MAMBA.state_parts, DType.BF16)
         each = of_states + plan.num_blocks * 16 * of_pages
         assert stage.kv_bytes == each * (stage.layer_end - stage.layer_begin)
     alone = make_plan(
@@ -217,7 +217,7 @@ def test_a_mixer_beside_attention_has_pages_and_states_of_one_layer(config: Blue
     )
     more = plan.stages[0].activation_bytes - alone.stages[0].activation_bytes
     of_chunk, num_tokens = 3 * 4 * 8 * 32 * 32, 32
-    of_tokens = more - LIMITS.max_step_sequences * 3 * state_bytes(MAMBA, DType.BF16) - of_chunk
+    of_tokens = more - LIMITS.max_step_sequences * 3 * state_bytes(MAMBA.state_parts, DType.BF16) - of_chunk
     assert of_tokens > num_tokens * 2 * MAMBA.conv_size * DType.BF16.size_bytes
     host, gpu = workers(GIB, GIB)
     on_gpu = replace(gpu, device=DeviceKind.GPU)
@@ -237,4 +237,4 @@ def test_mamba2_is_a_kind_of_its_own(config: Blueprint) -> None:
     plan = make_plan(config, DType.BF16, workers(GIB), limits=LIMITS, block_size=16)
     mamba, _ = layer_kinds(config, plan).kinds
     assert (mamba.name, mamba.kv_bytes_per_token) == ("Mamba2 + dense", 0)
-    assert plan.num_states * 6 * state_bytes(MAMBA, DType.BF16) < plan.stages[0].kv_bytes
+    assert plan.num_states * 6 * state_bytes(MAMBA.state_parts, DType.BF16) < plan.stages[0].kv_bytes

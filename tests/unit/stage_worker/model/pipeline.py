@@ -173,7 +173,7 @@ class Pipeline:
         layers = [stage.config.layers[layer] for layer in stage.layers]
         both = [mixer for layer in layers for mixer in (layer.mixer, layer.beside)]
         mixers = [mixer for mixer in both if mixer is not None and not isinstance(mixer, NoMixer)]
-        recurrent = [mixer for mixer in mixers if isinstance(mixer, Recurrent)]
+        recurrent = [layer.state_parts for layer in layers if layer.state_parts]
         of_layers = [
             None if isinstance(mixer, Recurrent) else shapes.index(stage.config.page_shape(mixer.window))
             for mixer in mixers
@@ -198,13 +198,11 @@ class Pipeline:
         self._sets += pages
         if not recurrent:
             return PageGroups(pages, of_layers)
-        parts = [
-            (part.shape, torch.float32 if part.is_wide else stage.torch_dtype)
-            for part in recurrent[0].state_parts
+        of_states = [
+            [(part.shape, torch.float32 if part.is_wide else stage.torch_dtype) for part in parts]
+            for parts in recurrent
         ]
-        states = StateStore(
-            num_layers=len(recurrent), num_states=NUM_STATES, parts=parts, device=stage.device
-        )
+        states = StateStore(layers=of_states, num_states=NUM_STATES, device=stage.device)
         for layer in range(len(recurrent)):
             for part in states.layer(layer):
                 part.fill_(float("nan"))

@@ -49,20 +49,22 @@ def test_a_strong_decay_does_not_overflow() -> None:
 
 
 def test_a_store_copies_and_zeroes_whole_slots() -> None:
-    store = StateStore(
-        num_layers=2, num_states=3, parts=[((2,), torch.bfloat16), ((3, 4), torch.float32)], device="cpu"
-    )
-    for layer in range(2):
-        for part in store.layer(layer):
-            part[0] = layer + 1
+    """Also of a layer that has a part more."""
+    parts, more = [((2,), torch.bfloat16), ((3, 4), torch.float32)], ((2,), torch.bfloat16)
+    store = StateStore(layers=[parts, [*parts, more], parts], num_states=3, device="cpu")
+    shapes = [[tuple(part.shape[1:]) for part in store.layer(layer)] for layer in range(3)]
+    assert shapes == [[(2,), (3, 4)], [(2,), (3, 4), (2,)], [(2,), (3, 4)]]
+    for layer in range(3):
+        for number, part in enumerate(store.layer(layer)):
+            part[0] = 10 * layer + number + 1
     store.change([SlotChange(2, 0), SlotChange(0, None)])
-    for layer in range(2):
-        for part in store.layer(layer):
-            assert part[2].unique().tolist() == [layer + 1]
+    for layer in range(3):
+        for number, part in enumerate(store.layer(layer)):
+            assert part[2].unique().tolist() == [10 * layer + number + 1]
             assert not part[0].any() and not part[1].any()
-    assert store.size_bytes == 2 * 3 * (2 * 2 + 3 * 4 * 4)
+    assert store.size_bytes == 3 * (3 * (2 * 2 + 3 * 4 * 4) + 2 * 2)
     with pytest.raises(ValueError, match="at least 1"):
-        StateStore(num_layers=0, num_states=3, parts=[], device="cpu")
+        StateStore(layers=[], num_states=3, device="cpu")
 
 
 @pytest.mark.parametrize(
