@@ -9,15 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from checkpoint.block_indexer import BlockIndexer
 from checkpoint.boundary import HIDDEN_STATES, BoundaryTensor
 from checkpoint.compressed import Compressed, PageShape, has_entries
 from checkpoint.dtypes import DType, WeightFormat
 from checkpoint.multipliers import RowScale
 from checkpoint.names import LLAMA_NAMES, NameTable
+from checkpoint.ngrams import NgramEmbedding
 from checkpoint.quantization import BlockTensors, Quantization
 from checkpoint.recurrent import Mamba2, NoMixer, Pageless, Recurrent, StatePart, recurrent_of
 from checkpoint.rope_config import QueryGrowth, RopeConfig, RopeKind
-from checkpoint.streams import HyperConnection, WeightedCollapse
+from checkpoint.streams import GatedCollapse, GatedConnection, HyperConnection, WeightedCollapse
 
 
 class Activation(Enum):
@@ -78,7 +80,7 @@ class Attention:
     With `value_is_key`, values are projected like keys, by the same matrix, and lack the norm and the
     rotation of keys. With `value_norm_eps`, values are scaled to unit mean square per head; it is added to
     the mean square. With `has_output_gate`, the output is multiplied by the sigmoid of a gate as wide, which
-    the query projection has, too.
+    the query projection has, too. With `indexer`, queries attend to chosen blocks of tokens only.
     """
 
     num_heads: int
@@ -96,6 +98,7 @@ class Attention:
     value_is_key: bool = False
     value_norm_eps: float | None = None
     has_output_gate: bool = False
+    indexer: BlockIndexer | None = None
 
     @property
     def q_size(self) -> int:
@@ -119,8 +122,8 @@ class Attention:
 
     @property
     def index_width(self) -> int:
-        """There is no index."""
-        return 0
+        """Elements of a token's key of the indexer, which the layer keeps beside `page_shape`."""
+        return 0 if self.indexer is None else self.indexer.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,6 +357,7 @@ class Placement(Enum):
     AFTER = "after mixer and feed-forward"
     AROUND = "before and after mixer and feed-forward"
     SHARED = "one before mixer and feed-forward, which run in parallel"
+    NONE = "within the connections to residual streams"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +368,8 @@ class LayerPlan:
     `row_scales` are factors of rows of its matrices. `weights` is their format in memory, None for the run
     dtype. With `has_scale`, the layer's output is multiplied by a number among its weights. With
     `connection`, there are several residual streams: mixer and feed-forward each have a connection of this
-    kind instead of a residual, with norms before them only, and nothing is `beside` the mixer.
+    kind instead of a residual, with norms before them only, and nothing is `beside` the mixer. `ngrams` come
+    before the mixer, which is recurrent.
     """
 
     mixer: Mixer
@@ -376,13 +381,15 @@ class LayerPlan:
     residual_scale: float = 1.0
     has_scale: bool = False
     weights: WeightFormat | None = None
-    connection: HyperConnection | None = None
+    connection: HyperConnection | GatedConnection | None = None
+    ngrams: NgramEmbedding | None = None
 
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
-        """What it keeps of a sequence beside pages."""
+        """What it keeps of a sequence beside pages: the state of its mixer, then that of `ngrams`."""
         mixer = recurrent_of(self)
-        return () if mixer is None else mixer.state_parts
+        of_mixer = () if mixer is None else mixer.state_parts
+        return of_mixer if self.ngrams is None else (*of_mixer, *self.ngrams.state_parts)
 
     @property
     def num_streams(self) -> int:
@@ -394,6 +401,11 @@ class LayerPlan:
         """Whether the tokens themselves choose experts."""
         inner = self.feed_forward
         return isinstance(inner, Experts) and inner.router.num_hashed_tokens is not None
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether it reads the ids of tokens, and not their hidden states alone."""
+        return self.is_hashed or self.ngrams is not None
 
     @property
     def known_feed_forward(self) -> FeedForwardPlan:
@@ -434,7 +446,7 @@ class Blueprint:
     vocab_size: int
     max_position_embeddings: int
     layers: tuple[LayerPlan, ...]
-    final_norm: Norm
+    final_norm: Norm | None
     tie_word_embeddings: bool
     dtype: DType
     legal_cuts: frozenset[int]
@@ -447,7 +459,7 @@ class Blueprint:
     handed_on: tuple[BoundaryTensor, ...] = ()
     outer: OuterTensors | None = None
     holds_stored: bool = False
-    collapse: WeightedCollapse | None = None
+    collapse: WeightedCollapse | GatedCollapse | None = None
 
     def __post_init__(self) -> None:
         if any(layer.num_streams != self.num_streams for layer in self.kinds):

@@ -247,6 +247,8 @@ _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {
     "width_key": lambda row: [f"width of the MLP: {row.width_key}"],
     "has_output_gate": lambda row: ["gates of attention's output"],
     "streams": lambda row: [] if row.streams is None else [row.streams.value],
+    "has_block_indexer": lambda row: ["attention to blocks of tokens that an indexer chooses"],
+    "has_ngrams": lambda row: ["embeddings of hashed n-grams in some layers"],
     "aliases": lambda row: [f"also named {name}" for name in sorted(row.aliases)],
     "global_head_dim": lambda row: [
         "other KV heads and head width with full attention",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from checkpoint.architectures import architecture_of
+from checkpoint.block_indexer import parse_block_indexer, without_indexed
 from checkpoint.block_types import MLP, MOE, block_types, with_blocks
 from checkpoint.blueprint import (
     Activation,
@@ -45,17 +46,20 @@ from checkpoint.family_rules import (
     RecurrentLayers,
     Rotation,
     SparseLayers,
+    Streams,
     Windows,
 )
 from checkpoint.latent_config import parse_latent, parse_latent_layers
 from checkpoint.layer_heads import LayerHeads, parse_layer_heads
 from checkpoint.multipliers import RowScale, parse_row_scales
 from checkpoint.names import TensorRole
+from checkpoint.ngram_config import parse_ngrams
+from checkpoint.ngrams import NgramEmbedding
 from checkpoint.quantization_config import parse_quantization
-from checkpoint.recurrent import Mamba2
+from checkpoint.recurrent import Mamba2, Recurrent
 from checkpoint.recurrent_config import parse_block_mixers, parse_recurrent, parse_recurrent_layers
 from checkpoint.rope_config import FULL, SLIDING, QueryGrowth, parse_query_growth, parse_ropes
-from checkpoint.stream_config import parse_collapse, parse_connection
+from checkpoint.stream_config import Connection, parse_collapse, parse_connection
 from checkpoint.wrappers import text_config
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
@@ -87,7 +91,7 @@ def parse_config(
         vocab_size=positive_int(raw, "vocab_size"),
         max_position_embeddings=positive_int(raw, "max_position_embeddings"),
         layers=layers,
-        final_norm=final_norm,
+        final_norm=None if row.streams is Streams.GATED else final_norm,
         tie_word_embeddings=flag(raw, "tie_word_embeddings", default=row.is_tied),
         dtype=parse_dtype(raw, stored_dtype),
         legal_cuts=frozenset(number for number in range(1, len(layers)) if _may_begin(layers[number])),
@@ -97,7 +101,7 @@ def parse_config(
         embedding_scale=_parse_embedding_scale(raw, row, hidden_size),
         logit_scale=_parse_logit_scale(raw, row),
         logit_softcap=_cap(raw, "final_logit_softcapping", row.scales.logit_cap) if caps else None,
-        collapse=None if row.streams is None else parse_collapse(raw, final_norm.eps),
+        collapse=None if row.streams is None else parse_collapse(raw, row.streams, final_norm.eps),
     )
 
 
@@ -161,7 +165,9 @@ def _parse_layers(raw: RawConfig, row: Architecture) -> tuple[LayerPlan, ...]:
     mixers = _parse_mixers(raw, row, num_layers)
     feed_forwards = _parse_feed_forwards(raw, row, num_layers)
     beside = _parse_beside(raw, row)
-    norm = _parse_norm(raw, row)
+    norm, connection = _parse_norm(raw, row), _parse_connection(raw, row)
+    num_streams = 1 if connection is None else connection.num_streams
+    ngrams = _parse_ngrams(raw, row, mixers, num_streams)
     plan = LayerPlan(
         mixer=mixers[0],
         beside=beside,
@@ -171,11 +177,11 @@ def _parse_layers(raw: RawConfig, row: Architecture) -> tuple[LayerPlan, ...]:
         placement=row.norms.placement,
         residual_scale=positive_float(raw, "residual_multiplier", 1.0) if row.scales.has_multipliers else 1.0,
         has_scale=row.has_layer_scale,
-        connection=None if row.streams is None else parse_connection(raw, row.streams, norm.eps),
+        connection=connection,
     )
     return tuple(
-        replace(plan, mixer=mixer, feed_forward=feed_forward)
-        for mixer, feed_forward in zip(mixers, feed_forwards, strict=True)
+        replace(plan, mixer=mixer, feed_forward=feed_forward, ngrams=ngrams.get(layer))
+        for layer, (mixer, feed_forward) in enumerate(zip(mixers, feed_forwards, strict=True))
     )
 
 
@@ -195,6 +201,20 @@ def _parse_scales(raw: RawConfig, mixer: Mixer, beside: Mamba2 | None) -> tuple[
     return parse_row_scales(raw, beside, sizes | {TensorRole.GATE: positive_int(raw, "intermediate_size")})
 
 
+def _parse_connection(raw: RawConfig, row: Architecture) -> Connection | None:
+    return None if row.streams is None else parse_connection(raw, row.streams, _parse_norm(raw, row).eps)
+
+
+def _parse_ngrams(
+    raw: RawConfig, row: Architecture, mixers: Sequence[Mixer], num_streams: int
+) -> dict[int, NgramEmbedding]:
+    """Of the layers that have them."""
+    if not row.has_ngrams:
+        return {}
+    are_recurrent = tuple(isinstance(mixer, Recurrent) for mixer in mixers)
+    return parse_ngrams(raw, are_recurrent, num_streams=num_streams, eps=_parse_norm(raw, row).eps)
+
+
 def _parse_mixers(raw: RawConfig, row: Architecture, num_layers: int) -> list[Mixer]:
     if row.is_compressed:
         return [*parse_compressed_layers(raw, row, num_layers)]
@@ -206,6 +226,8 @@ def _parse_mixers(raw: RawConfig, row: Architecture, num_layers: int) -> list[Mi
     if row.recurrent_layers is RecurrentLayers.BLOCKS:
         attention = _parse_attentions({**raw, "layer_types": None}, row, 1)[0]
         return parse_block_mixers(raw, recurrent, attention)
+    if row.has_block_indexer:
+        raw = {**raw, "layer_types": without_indexed(raw.get("layer_types"))}
     are_recurrent = parse_recurrent_layers(raw, row.recurrent_layers, num_layers)
     others = {key: value for key, value in raw.items() if key != "layer_types"}
     attentions = _parse_attentions(others, row, num_layers)
@@ -234,8 +256,16 @@ def _parse_attentions(raw: RawConfig, row: Architecture, num_layers: int) -> lis
             head_dim=own.head_dim,
             value_is_key=own.value_is_key,
         )
-        mixers.append(own_mixer)
+        mixers.append(_with_indexer(own_mixer, raw, row))
     return mixers
+
+
+def _with_indexer(mixer: Attention, raw: RawConfig, row: Architecture) -> Attention:
+    """`mixer` with its indexer, if the family has them."""
+    if not row.has_block_indexer:
+        return mixer
+    rotated = mixer.head_dim if mixer.rope is None else mixer.rope.width or mixer.head_dim
+    return replace(mixer, indexer=parse_block_indexer(raw, _parse_norm(raw, row).eps, rotated=rotated))
 
 
 def _parse_mixer(raw: RawConfig, row: Architecture) -> Mixer:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from checkpoint.blueprint import NormKind, NormSpan
-from checkpoint.family_rules import Architecture, ExpertRule, LatentRule, NormRule, SparseLayers
+from checkpoint.blueprint import NormKind, NormSpan, Placement
+from checkpoint.family_rules import Architecture, ExpertRule, LatentRule, NormRule, SparseLayers, Streams
 from checkpoint.latent_architectures import GROUPED_EXPERTS, LATENT_KEYS, LATENT_SIZES
 from checkpoint.names import LLAMA_NAMES, STACKED_EXPERTS, Pack, TensorRole, renamed
 from checkpoint.recurrent import DeltaLayout
@@ -38,6 +38,18 @@ _GROUPED_DELTA = (
     Pack(module="linear_attn.in_proj_ba", roles=(TensorRole.DELTA_B, TensorRole.DELTA_A)),
 )
 _DELTA_NORMS = NormRule(kind=NormKind.RMS_OFFSET, qk_span=NormSpan.HEAD)
+_STREAM_KEYS = "hc_count hc_lowrank"
+_BLOCK_KEYS = "indexer_n_heads indexer_kv_heads indexer_head_dim indexer_budget indexer_compress_ratio"
+_NGRAM_KEYS = (
+    "ple_layer_ids ple_embed_dim ple_conv_kernel_size ngram_size heads_per_ngram ngram_vocab_size_base"
+    " make_ngram_vocab_size_divisible_by split_ngram_parts seed number_of_conv_states"
+)
+"""The last two change no token: a seed of the hashes that files have, and states of transformers' cache."""
+_STREAMS = {
+    TensorRole.MIXER_STREAMS: "attn_hyper_connection",
+    TensorRole.FFN_STREAMS: "mlp_hyper_connection",
+    TensorRole.INDEX_K_NORM: "self_attn.indexer.k_layernorm",
+}
 
 _KIMI_MODULES = {
     TensorRole.STATE_DECAY: "self_attn",
@@ -159,5 +171,37 @@ DELTA_ARCHITECTURES: tuple[Architecture, ...] = (
             "use_grouped_topk": True,
         },
         other_keys=_KIMI_OTHER_KEYS,
+    ),
+    Architecture(
+        model_type="qwen4_exp_text",
+        class_name="Qwen4ExpForCausalLM",
+        title="Qwen3.8-Flash-Next (Qwen4-Exp)",
+        keys=_keys(
+            f"{_DELTA_KEYS} {_STREAM_KEYS} {_BLOCK_KEYS} {_NGRAM_KEYS} output_gate_type num_experts"
+            " num_experts_per_tok moe_intermediate_size norm_topk_prob shared_expert_intermediate_size"
+        ),
+        names=replace(
+            renamed(SHARED_EXPERT | _STREAMS),
+            collapse="hyper_connection_mixer.{kind}",
+            other_packs=STACKED_EXPERTS,
+            ignored=_DRAFTS,
+        ),
+        rope=RopeRule(partial=1.0, has_sections=True),
+        head_dim=256,
+        has_kv_heads_default=False,
+        has_output_gate=True,
+        has_block_indexer=True,
+        streams=Streams.GATED,
+        has_ngrams=True,
+        delta=DeltaLayout(),
+        norms=replace(_DELTA_NORMS, placement=Placement.NONE),
+        experts=ExpertRule(
+            count_keys=("num_experts",),
+            norm_key="norm_topk_prob",
+            shared_width_key="shared_expert_intermediate_size",
+            has_shared_gate=True,
+        ),
+        fixed=_DELTA_FIXED,
+        reasons=_DELTA_REASONS,
     ),
 )

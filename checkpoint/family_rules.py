@@ -194,10 +194,15 @@ class LatentRule:
 
 
 class Streams(Enum):
-    """How a family mixes several residual streams; hc_mult and hc_eps are read."""
+    """How a family mixes several residual streams.
+
+    INDEPENDENT reads hc_mult and hc_eps. GATED reads hc_count and hc_lowrank, see `GatedConnection`: norms
+    around mixers and feed-forwards are those of the streams, and so is the one after the last layer.
+    """
 
     INDEPENDENT = "hc_mult residual streams, written with hc_magnitude"
     BALANCED = "hc_mult residual streams, mixed in hc_sinkhorn_iters rounds"
+    GATED = "hc_count residual streams with gates"
 
 
 class RecurrentLayers(Enum):
@@ -253,8 +258,9 @@ class Architecture:
     `latent`: the mixer is latent attention. Most layers are Gated DeltaNet with `delta`, Mamba2 with `mamba`,
     and Kimi Delta Attention with `has_kimi_delta`, for `has_rates` see `KimiDelta`. With `is_compressed`, the
     mixer is `Compressed`. `other_keys`: see `config_fields.with_usual_keys`.
-    `has_output_gate`: see `Attention`. `aliases` are further model types of the same computation. `width_key`
-    is the field of the width of MLPs.
+    `has_output_gate`: see `Attention`. `has_block_indexer`: attention is to blocks that an indexer chooses.
+    `has_ngrams`: some layers add embeddings of n-grams. `aliases` are further model types of the same
+    computation. `width_key` is the field of the width of MLPs.
     `window_pattern`: every n-th layer has full attention if `Windows.PATTERN` is not given layer by layer.
     `title` names the models for people; None: the name of the class. `other_names` are tables of names
     that some checkpoints have instead of `names`. `streams`: there are several residual streams.
@@ -294,6 +300,8 @@ class Architecture:
     is_compressed: bool = False
     has_output_gate: bool = False
     streams: Streams | None = None
+    has_block_indexer: bool = False
+    has_ngrams: bool = False
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
     same: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)

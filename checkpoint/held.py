@@ -136,7 +136,7 @@ STACKED = (
 """Roles whose tensors are one below the other in memory."""
 _NOT_HELD = frozenset(
     {TensorRole.ROUTER, TensorRole.SHARED_WEIGHT, TensorRole.KV_UP}
-    | {TensorRole.HEAD_KEYS, TensorRole.HEAD_VALUES}
+    | {TensorRole.HEAD_KEYS, TensorRole.HEAD_VALUES, TensorRole.INDEX_QK}
     | {TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT, TensorRole.O_GROUPS}
 )
 """Matrices that other code than a projection multiplies by."""
@@ -273,8 +273,9 @@ def layer_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
     if isinstance(plan.feed_forward, Opaque):
         return num_elements(shape for _, shape in plan.feed_forward.tensors) * dtype.size_bytes
     shapes = role_shapes(hidden_size, plan)
+    is_wide = plan.connection is not None and plan.connection.is_wide
     of_streams = num_elements(shape for (role, _), shape in shapes.items() if role in STREAM_ROLES)
-    wider = of_streams * (FLOAT_BYTES - dtype.size_bytes)
+    wider = of_streams * (FLOAT_BYTES - dtype.size_bytes) if is_wide else 0
     if plan.weights is None:
         return num_elements(shapes.values()) * dtype.size_bytes + wider
     vectors = num_elements(shape for key, shape in shapes.items() if not is_matrix(*key))
@@ -289,9 +290,15 @@ def expert_weight_bytes(hidden_size: int, plan: LayerPlan, dtype: DType) -> int:
     return num_elements(shape for (role, _), shape in shapes if role in EXPERT_ROLES) * dtype.size_bytes
 
 
-def collapse_bytes(config: Blueprint) -> int:
+def collapse_bytes(config: Blueprint, dtype: DType) -> int:
     """Size of what makes one row of several residual streams."""
-    return num_elements(collapse_shapes(config).values()) * FLOAT_BYTES
+    is_wide = config.collapse is not None and config.collapse.is_wide
+    return num_elements(collapse_shapes(config).values()) * (FLOAT_BYTES if is_wide else dtype.size_bytes)
+
+
+def table_bytes(plan: LayerPlan, dtype: DType) -> int:
+    """Size of the tables in a layer's weights of which a step reads single rows."""
+    return 0 if plan.ngrams is None else plan.ngrams.num_rows * plan.ngrams.head_dim * dtype.size_bytes
 
 
 def held_expert_bytes(config: Blueprint, layer: int, dtype: DType) -> int:
@@ -310,7 +317,7 @@ def head_bytes(config: Blueprint, dtype: DType) -> int:
     if config.outer is not None:
         return num_elements(shape for _, shape in config.outer.after) * dtype.size_bytes
     rows = config.vocab_size + len(final_norm_tensors(config))
-    return rows * config.hidden_size * dtype.size_bytes + collapse_bytes(config)
+    return rows * config.hidden_size * dtype.size_bytes + collapse_bytes(config, dtype)
 
 
 def stage_weight_bytes(
@@ -332,7 +339,7 @@ def stage_weight_bytes(
     apart = {tensor.name for layer in layers for tensor in layer_tensors(config, layer)}
     apart |= collapse_shapes(config).keys()
     outside = num_elements(shape for name, shape in shapes.items() if name not in apart) * dtype.size_bytes
-    outside += collapse_bytes(config) if has_head else 0
+    outside += collapse_bytes(config, dtype) if has_head else 0
     sizes = layer_sizes(config, dtype)
     return outside + sum(sizes[layer] for layer in layers)
 

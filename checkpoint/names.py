@@ -37,6 +37,8 @@ class TensorRole(Enum):
     ENTRY_BIAS = "biases of gates, of entries"
     ENTRY_NORM = "norm of entries"
     O_GROUPS = "output of groups of heads"
+    INDEX_QK = "queries and keys of the indexer"
+    INDEX_Q_NORM = "norm of queries of the indexer"
     SINKS = "attention sinks"
     OUTPUT_GATE = "gates of latent attention's output"
     DELTA_QKV = "queries, keys and values of the delta rule"
@@ -65,6 +67,14 @@ class TensorRole(Enum):
     LAYER_SCALE = "scale of the layer's output"
     MIXER_STREAMS = "connection of the mixer to residual streams"
     FFN_STREAMS = "connection of the feed-forward to residual streams"
+    NGRAM_HASH = "hashes of n-grams"
+    NGRAM_TABLE = "embeddings of n-grams"
+    NGRAM_KEY = "keys of n-grams"
+    NGRAM_VALUE = "values of n-grams"
+    NGRAM_KEY_NORM = "norm of keys of n-grams"
+    NGRAM_STREAM_NORM = "norm of residual streams before n-grams"
+    NGRAM_CONV_NORM = "norm of the input of n-grams' convolution"
+    NGRAM_CONV = "convolution of n-grams"
     GATE = "gate"
     UP = "up"
     DOWN = "down"
@@ -115,6 +125,8 @@ _USUAL_MODULES = {
     TensorRole.ENTRY_BIAS: "self_attn.compressor",
     TensorRole.ENTRY_NORM: "self_attn.compressor.norm",
     TensorRole.O_GROUPS: "self_attn.o_a_proj",
+    TensorRole.INDEX_QK: "self_attn.indexer.index_qk_proj",
+    TensorRole.INDEX_Q_NORM: "self_attn.indexer.q_layernorm",
     TensorRole.SINKS: "self_attn",
     TensorRole.OUTPUT_GATE: "self_attn.gate_proj",
     TensorRole.DELTA_QKV: "linear_attn.in_proj_qkv",
@@ -143,6 +155,14 @@ _USUAL_MODULES = {
     TensorRole.LAYER_SCALE: "",  # of the layer itself
     TensorRole.MIXER_STREAMS: "attn_hc",
     TensorRole.FFN_STREAMS: "ffn_hc",
+    TensorRole.NGRAM_HASH: "ple.ple_embedding",
+    TensorRole.NGRAM_TABLE: "ple.ple_embedding.ngram_embedding.shard_{shard}",
+    TensorRole.NGRAM_KEY: "ple.key_proj",
+    TensorRole.NGRAM_VALUE: "ple.value_proj",
+    TensorRole.NGRAM_KEY_NORM: "ple.norm_key",
+    TensorRole.NGRAM_STREAM_NORM: "ple.norm_query",
+    TensorRole.NGRAM_CONV_NORM: "ple.norm_conv",
+    TensorRole.NGRAM_CONV: "ple.conv1d",
     TensorRole.GATE: "mlp.gate_proj",
     TensorRole.UP: "mlp.up_proj",
     TensorRole.DOWN: "mlp.down_proj",
@@ -176,11 +196,11 @@ STACK_ROLES = EXPERT_ROLES | {TensorRole.HEAD_KEYS, TensorRole.HEAD_VALUES}
 class Pack:
     """One module on disk, with the rows of all `roles` in order.
 
-    A `module` of experts has `{expert}` for their numbers, or holds one matrix after the other. With
-    `has_unit_axis`, the shape begins with a dimension of 1. Without `has_kind`, the weight has the module's
-    name, and the bias that name with "_bias". With `is_alternating`, rows of the roles take turns. With
-    `is_transposed`, matrices are [in, out], unless they are quantised. `kind` replaces the usual kind of
-    tensor in the name.
+    A `module` of experts has `{expert}` for their numbers, or holds one matrix after the other; one of a
+    table in parts has `{shard}`. With `has_unit_axis`, the shape begins with a dimension of 1. Without
+    `has_kind`, the weight has the module's name, and the bias that name with "_bias". With `is_alternating`,
+    rows of the roles take turns. With `is_transposed`, matrices are [in, out], unless they are quantised.
+    `kind` replaces the usual kind of tensor in the name.
     """
 
     module: str

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from checkpoint.compressed import Compressed
+from checkpoint.streams import GatedConnection
 
 if TYPE_CHECKING:
     from checkpoint.blueprint import LayerPlan
@@ -68,7 +69,8 @@ class GatedDelta(_Pageless):
     causal convolution of `kernel_size` tokens per channel and SiLU. Queries and keys are scaled to unit
     length. For each head, the state S [key_dim, value_dim] is multiplied by exp(g), with
     g = -exp(A_log) * softplus(a + dt_bias), and then S += k (beta (v - S^T k))^T with beta = sigmoid(b). The
-    output is S^T q / sqrt(key_dim), after an RMS norm per head with `norm_eps`, times SiLU of a gate.
+    output is S^T q / sqrt(key_dim), after an RMS norm per head with `norm_eps`, times SiLU of a gate, or
+    times its sigmoid with `has_sigmoid_gate`.
 
     The state has the last `kernel_size` - 1 inputs of the convolution, and S in float32: it sums over all
     tokens, which would lose small terms in fewer bits.
@@ -82,6 +84,7 @@ class GatedDelta(_Pageless):
     value_dim: int
     kernel_size: int
     norm_eps: float
+    has_sigmoid_gate: bool = False
     layout: DeltaLayout = DeltaLayout()
 
     @property
@@ -254,6 +257,10 @@ def _only_on_cpus(layer: LayerPlan) -> str | None:
         return "Mamba2 beside attention"
     if isinstance(layer.mixer, KimiDelta):
         return "Kimi Delta Attention"
+    if isinstance(layer.connection, GatedConnection):
+        return "mixing of gated residual streams"
+    if isinstance(layer.mixer, GatedDelta) and layer.mixer.has_sigmoid_gate:
+        return "Gated DeltaNet with a sigmoid gate"
     return "compressed attention" if isinstance(layer.mixer, Compressed) else None
 
 

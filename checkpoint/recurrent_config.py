@@ -147,6 +147,7 @@ def _parse_delta(raw: RawConfig, layout: DeltaLayout, eps: float) -> GatedDelta:
         value_dim=positive_int(raw, "linear_value_head_dim", 128),
         kernel_size=_kernel_size(raw, "linear_conv_kernel_dim"),
         norm_eps=eps,
+        has_sigmoid_gate=_has_sigmoid_gate(raw),
         layout=layout,
     )
 
@@ -162,6 +163,13 @@ def _parse_kimi_delta(raw: RawConfig, eps: float) -> KimiDelta:
         kernel_size=_kernel_size(raw, "linear_conv_kernel_dim"),
         norm_eps=eps,
     )
+
+
+def _has_sigmoid_gate(raw: RawConfig) -> bool:
+    name = text(raw, "output_gate_type") or "silu"
+    if name not in ("silu", "sigmoid"):
+        raise UnsupportedModel(f"config field 'output_gate_type' = {name!r} is not supported")
+    return name == "sigmoid"
 
 
 def _parse_mamba(raw: RawConfig, rule: MambaRule, eps: float) -> Mamba2:

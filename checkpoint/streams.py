@@ -17,6 +17,11 @@ StreamShapes = dict[str, tuple[int, ...]]
 
 FN, BASE, SCALE = "fn", "base", "scale"
 """Kinds of tensor: the projection of all streams to weights, what is added to these, and their factors."""
+NORM, DOWN, UP, WRITE = (
+    *("hc_norm.weight", "input_mix_weight_down.weight", "input_mix_weight_up.weight"),
+    "block_inject_weight.weight",
+)
+"""Kinds of tensor of gated streams: norms, the two matrices of the gates, and the weights of results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,11 @@ class HyperConnection:
     mixing_rounds: int | None = None
 
     @property
+    def is_wide(self) -> bool:
+        """Its tensors are float32 in memory."""
+        return True
+
+    @property
     def group_sizes(self) -> tuple[int, ...]:
         """Number of weights of each group."""
         ends = (self.num_streams, self.num_streams)
@@ -71,6 +81,11 @@ class WeightedCollapse:
     norm_eps: float
     gate_eps: float
 
+    @property
+    def is_wide(self) -> bool:
+        """Its tensors are float32 in memory."""
+        return True
+
     def shapes(self, hidden_size: int) -> StreamShapes:
         """Of its tensors outside the layers."""
         return {
@@ -78,3 +93,43 @@ class WeightedCollapse:
             BASE: (self.num_streams,),
             SCALE: (1,),
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedCollapse:
+    """The mean of all streams, each element times a gate.
+
+    Streams are normed to unit mean square plus `norm_eps`, times 1 + a weight, each by itself. Gates of all
+    elements are computed of all normed streams: a projection to `rank` elements, divided by `num_streams`,
+    SiLU, another projection, and a sigmoid. The mean is of the normed streams times their gates.
+
+    Source: transformers' Qwen4ExpTextGatedResidual.
+    """
+
+    num_streams: int
+    rank: int
+    norm_eps: float
+
+    @property
+    def is_wide(self) -> bool:
+        """Its tensors are in the run dtype in memory, as transformers computes them."""
+        return False
+
+    def shapes(self, hidden_size: int) -> StreamShapes:
+        """Of its tensors outside the layers."""
+        width = self.num_streams * hidden_size
+        return {NORM: (width,), DOWN: (self.rank, width), UP: (width, self.rank)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedConnection(GatedCollapse):
+    """A connection that reads streams as `GatedCollapse` does.
+
+    The result of the sub-layer is added to each stream, times twice the sigmoid of a projection of all normed
+    streams, divided by `num_streams`.
+    """
+
+    def shapes(self, hidden_size: int) -> StreamShapes:
+        """Of the connection of one sub-layer."""
+        width = self.num_streams * hidden_size
+        return GatedCollapse.shapes(self, hidden_size) | {WRITE: (self.num_streams, width)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -25,6 +25,7 @@ from checkpoint.compressed import Compressed
 from checkpoint.compressed_shapes import POOLED_ROLES, compressed_shapes
 from checkpoint.dtypes import DType, PackedDType, StoredDType
 from checkpoint.names import STACK_ROLES, TensorRole
+from checkpoint.ngrams import HASH_KINDS
 from checkpoint.quantization import BlockTensors, PackedMatrix, StoredTensor, packed_matrices
 from checkpoint.recurrent import GatedDelta, GateNorm, KimiDelta, Mamba2, NoMixer
 
@@ -39,14 +40,14 @@ _LATENT = (
     *(TensorRole.Q_DOWN, TensorRole.Q_UP, TensorRole.KV_DOWN, TensorRole.KV_UP),
     TensorRole.OUTPUT_GATE,
 )
-_INDEX = (TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT)
+_INDEX = (TensorRole.INDEX_Q, TensorRole.INDEX_K, TensorRole.INDEX_WEIGHT, TensorRole.INDEX_QK)
 _DELTA = (TensorRole.DELTA_QKV, TensorRole.DELTA_Z, TensorRole.DELTA_B, TensorRole.DELTA_A)
 _KDA_DOWN = (TensorRole.KDA_DECAY_DOWN, TensorRole.KDA_GATE_DOWN)
 _KDA_UP = (TensorRole.KDA_DECAY_UP, TensorRole.KDA_GATE_UP)
 _MATRIX_ROLES = frozenset(
     {TensorRole.Q, TensorRole.K, TensorRole.V, TensorRole.O, TensorRole.ROUTER, TensorRole.SHARED_WEIGHT}
     | {TensorRole.MAMBA_IN, TensorRole.STATE_OUT, TensorRole.EXPERTS_IN, TensorRole.EXPERTS_OUT}
-    | {TensorRole.O_GROUPS, *POOLED_ROLES}
+    | {TensorRole.O_GROUPS, TensorRole.NGRAM_KEY, TensorRole.NGRAM_VALUE, *POOLED_ROLES}
 ).union(_DELTA, {TensorRole.KDA_B}, _KDA_DOWN, _KDA_UP, _LATENT, _INDEX, _MLP, _SHARED_MLP, STACK_ROLES)
 _USUALLY_PLAIN = (TensorRole.ROUTER, TensorRole.INDEX_WEIGHT, *POOLED_ROLES)
 """Small matrices that decide what is computed, which stay plain in most quantised checkpoints."""
@@ -78,6 +79,8 @@ def role_shapes(hidden_size: int, plan: LayerPlan) -> RoleShapes:
     if plan.has_scale:
         shapes[TensorRole.LAYER_SCALE, LAYER_SCALE_KIND] = (1,)
     shapes |= _connections(plan, hidden_size)
+    if plan.ngrams is not None:
+        shapes |= plan.ngrams.shapes
     if isinstance(plan.mixer, Latent):
         shapes |= _latent(plan.mixer, hidden_size)
     elif isinstance(plan.mixer, Compressed):
@@ -129,6 +132,10 @@ def _attention(attention: Attention, hidden_size: int) -> RoleShapes:
     shapes |= _projection(TensorRole.O, hidden_size, attention.q_size, bias=attention.o_bias)
     if attention.has_sinks:
         shapes[TensorRole.SINKS, SINKS_KIND] = (attention.num_heads,)
+    if (indexer := attention.indexer) is not None:
+        shapes |= _projection(TensorRole.INDEX_QK, indexer.num_rows, hidden_size, bias=False)
+        norms = (TensorRole.INDEX_Q_NORM, TensorRole.INDEX_K_NORM)
+        shapes |= {(role, "weight"): (indexer.head_dim,) for role in norms}
     return shapes
 
 
@@ -270,11 +277,14 @@ def norm_roles(plan: LayerPlan) -> tuple[TensorRole, ...]:
             )
         case Placement.SHARED:
             return (TensorRole.MIXER_NORM,)
+        case Placement.NONE:
+            return ()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
-    """A tensor on disk: the rows of `roles`, whose "weight" or "bias" it is; of one `expert` or of all.
+    """A tensor on disk: the rows of `roles`, whose "weight" or "bias" it is; of one `expert` or of all, or
+    one part of a table, from row `first_row` on.
 
     See `Pack` for `is_alternating` and `is_transposed`.
     """
@@ -286,6 +296,7 @@ class LayerTensor:
     expert: int | None = None
     is_alternating: bool = False
     is_transposed: bool = False
+    first_row: int = 0
 
     @property
     def is_matrix(self) -> bool:
@@ -308,6 +319,9 @@ def layer_tensors(config: Blueprint, layer: int) -> tuple[LayerTensor, ...]:
     shapes = role_shapes(config.hidden_size, config.layers[layer])
     found: dict[str, LayerTensor] = {}
     for role, kind in shapes:
+        if role is TensorRole.NGRAM_TABLE:
+            found |= {tensor.name: tensor for tensor in _table_parts(config, layer)}
+            continue
         pack = config.names.pack_of(role)
         parts = [shapes[part, kind] for part in pack.roles]
         axis = row_axis(role)
@@ -324,6 +338,17 @@ def layer_tensors(config: Blueprint, layer: int) -> tuple[LayerTensor, ...]:
                 name, kind, pack.roles, own_shape, expert, pack.is_alternating, is_transposed
             )
     return tuple(found.values())
+
+
+def _table_parts(config: Blueprint, layer: int) -> Iterator[LayerTensor]:
+    """Of the table of n-grams."""
+    ngrams, role = config.layers[layer].ngrams, TensorRole.NGRAM_TABLE
+    assert ngrams is not None, "a layer without n-grams"
+    module = config.names.pack_of(role).module
+    for number, rows in enumerate(ngrams.shards):
+        name = config.names.in_layer(layer, f"{module.replace('{shard}', str(number))}.weight")
+        shape = (len(rows), ngrams.head_dim)
+        yield LayerTensor(name, "weight", (role,), shape, first_row=rows.start)
 
 
 def _is_quantised(config: Blueprint, matrix: str) -> bool:
@@ -352,7 +377,7 @@ class RoleRows:
 
 
 RolePlaces = dict[tuple[TensorRole, str, int | None], RoleRows]
-"""Place of tensor "weight" or "bias" of a role, and of an expert."""
+"""Place of tensor "weight" or "bias" of a role, and of an expert or of the part of a table from a row on."""
 
 
 def rows_of_roles(config: Blueprint, layer: int) -> RolePlaces:
@@ -363,6 +388,10 @@ def rows_of_roles(config: Blueprint, layer: int) -> RolePlaces:
         is_across = tensor.is_transposed or (tensor.is_stack and not tensor.is_matrix)
         if is_across or tensor.is_alternating:
             places |= _taking_turns(tensor, is_across=is_across)
+            continue
+        if tensor.roles == (TensorRole.NGRAM_TABLE,):
+            rows = RoleRows(tensor.name, 0, tensor.shape[0])
+            places[TensorRole.NGRAM_TABLE, tensor.kind, tensor.first_row] = rows
             continue
         axis = row_axis(tensor.roles[0])
         begin = 0
@@ -429,7 +458,9 @@ def head_tensor(config: Blueprint) -> str:
 
 
 def final_norm_tensors(config: Blueprint) -> tuple[str, ...]:
-    """Names of the final norm's weight and, if it has one, bias."""
+    """Names of the final norm's weight and, if it has one, bias; none without that norm."""
+    if config.final_norm is None:
+        return ()
     kinds = ("weight", "bias") if config.final_norm.has_bias else ("weight",)
     return tuple(config.names.final_norm(kind) for kind in kinds)
 
@@ -437,7 +468,7 @@ def final_norm_tensors(config: Blueprint) -> tuple[str, ...]:
 def collapse_shapes(config: Blueprint) -> Shapes:
     """Name and shape of the tensors that make one row of several residual streams, in order of their kinds.
 
-    They are float32 in memory, like the connections of layers.
+    Whether they are float32 in memory is said by `Blueprint.collapse`.
     """
     if config.collapse is None:
         return {}
@@ -474,13 +505,13 @@ def packed_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 def stored_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
     """Return the tensors in files that hold the tensors `shapes`, by name."""
-    packed, tables = packed_tensors(config, shapes), _hash_tables(config)
+    packed, integers = packed_tensors(config, shapes), _integer_tensors(config)
     stored: dict[str, StoredTensor] = {}
     for name, shape in shapes.items():
         if name in packed:
             stored |= {part.name: part for part in packed[name].parts.values()}
         else:
-            dtypes: tuple[StoredDType, ...] = _TABLE_DTYPES if name in tables else tuple(DType)
+            dtypes: tuple[StoredDType, ...] = _TABLE_DTYPES if name in integers else tuple(DType)
             stored[name] = StoredTensor(name=name, dtypes=dtypes, shapes=(shape,))
     return stored
 
@@ -488,14 +519,15 @@ def stored_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> 
 _TABLE_DTYPES = (PackedDType.I32, PackedDType.I64)
 
 
-def _hash_tables(config: Blueprint) -> set[str]:
-    """Names of the tensors that hold numbers of experts."""
-    pack = config.names.pack_of(TensorRole.HASH_TABLE)
-    return {
-        config.names.in_layer(layer, pack.tensor(HASH_KIND, None))
-        for layer, plan in enumerate(config.layers)
-        if plan.is_hashed
-    }
+def _integer_tensors(config: Blueprint) -> set[str]:
+    """Names of the tensors that hold numbers of experts, or hashes of n-grams."""
+    found = set()
+    for layer, plan in enumerate(config.layers):
+        kinds = [(TensorRole.HASH_TABLE, HASH_KIND)] if plan.is_hashed else []
+        kinds += [(TensorRole.NGRAM_HASH, kind) for kind in HASH_KINDS] if plan.ngrams is not None else []
+        packs = ((config.names.pack_of(role), kind) for role, kind in kinds)
+        found |= {config.names.in_layer(layer, pack.tensor(kind, None)) for pack, kind in packs}
+    return found
 
 
 def num_elements(shapes: Iterable[tuple[int, ...]]) -> int:

@@ -80,6 +80,14 @@ WRAPPERS: tuple[Wrapper, ...] = (
         for model_type, class_prefix in (("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe"))
     ),
     Wrapper(
+        model_type="qwen4_exp",
+        class_name="Qwen4ExpForConditionalGeneration",
+        text_types=frozenset({"qwen4_exp_text"}),
+        keys=frozenset(
+            {"language_model_only", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
+        ),
+    ),
+    Wrapper(
         model_type="kimi_k25",
         class_name="Kimi_K25ForConditionalGeneration",
         other_names=frozenset({"KimiK25ForConditionalGeneration"}),

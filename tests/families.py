@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -11,9 +12,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from checkpoint import Blueprint, Experts, LayerPlan, NoMixer, RopeConfig, RopeKind
+from checkpoint import Blueprint, Experts, NoMixer, RopeConfig, RopeKind
 from checkpoint.architectures import ARCHITECTURES
-from checkpoint.blueprint import Activation, Attention, GroupScore, NormKind, RouterScore
+from checkpoint.blueprint import (
+    Activation,
+    Attention,
+    GroupScore,
+    LayerPlan,
+    NormKind,
+    Placement,
+    RouterScore,
+)
 from checkpoint.multipliers import RowScale
 from checkpoint.names import NameTable, Pack, TensorRole
 from checkpoint.recurrent import GateNorm
@@ -120,6 +129,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 16,
         "n_group": 4,
         "topk_group": 2,
+    },
+    "qwen4_exp_text": _DELTA
+    | _DELTA_EXPERTS
+    | {
+        "hc_count": 3,
+        "hc_lowrank": 20,
+        "ple_layer_ids": [1, 4],
+        "ple_embed_dim": 32,
+        "ple_conv_kernel_size": 3,
+        "ngram_size": 3,
+        "heads_per_ngram": 4,
+        "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 3,
+        "indexer_n_heads": 8,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 24,
+        "indexer_compress_ratio": 3,
+        "output_gate_type": "sigmoid",
+        "eos_token_id": 2,
+        "seed": 8,
     },
     "granitemoehybrid": _MAMBA
     | {
@@ -451,6 +482,7 @@ BLOCK_KINDS = (
         "granitemoehybrid",
         "nemotron_h+latent",
         "qwen3_5_moe_text",
+        "qwen4_exp_text",
     ),
     *("falcon_h1", "falcon_h1+plain"),
 )
@@ -494,11 +526,19 @@ def families_of(day: datetime.date) -> list[str]:
 
 
 def make_family(directory: Path, family: str, **overrides: Any) -> Path:
-    """Write a checkpoint with wide weights, perturbed norms and biases, and the family's settings."""
+    """Write a checkpoint with wide weights, perturbed norms and biases, and the family's settings.
+
+    No token ends a sequence, whatever the config needs one for.
+    """
     settings = {"num_layers": NUM_LAYERS, "initializer_range": 0.3, "seed": 3, "pad_token_id": None}
     # A copy: transformers writes into the objects that it is given.
     given = copy.deepcopy(settings | _EPS | FAMILIES[family] | overrides)
-    return make_checkpoint(directory, MODEL_TYPES[family], **given)
+    make_checkpoint(directory, MODEL_TYPES[family], **given)
+    if given.get("eos_token_id") is None:
+        return directory
+    path = directory / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": []}))
+    return directory
 
 
 def config_of(family: str) -> dict[str, Any]:
@@ -539,6 +579,7 @@ _SHAPES = {
     *("rank", "num_key_heads", "key_dim", "kernel_size", "has_output_gate"),
     *("num_head_groups", "state_size", "has_conv_bias", "has_out_bias", "latent_width"),
     *("group_rank", "ratio", "has_overlap", "num_hashed_tokens"),
+    *("size", "heads_per_size", "num_rows", "num_shards"),
 }
 """Fields that change names or shapes of tensors: another value is refused when a checkpoint is opened."""
 _NOT_COMPUTED = {
@@ -661,11 +702,12 @@ def _variants(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _fixed_fields(value: Any) -> set[str]:
-    """Fields that have no other value beside those of others: streams replace residuals, and a table of
-    hashed tokens has the number of experts of each.
+    """Fields that have no other value beside those of others: streams replace residuals, some with norms
+    of their own, and a table of hashed tokens has the number of experts of each.
     """
     if isinstance(value, LayerPlan) and value.connection is not None:
-        return {"placement", "residual_scale", "has_scale"}
+        own_norms = {"norm"} if value.placement is Placement.NONE else set()
+        return {"placement", "residual_scale", "has_scale"} | own_norms
     is_hashed = isinstance(value, Experts) and value.router.num_hashed_tokens is not None
     return {"per_token"} if is_hashed else set()
 

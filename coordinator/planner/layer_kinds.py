@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from checkpoint import (
+    Attention,
     Blueprint,
     Compressed,
     Experts,
@@ -69,6 +70,7 @@ def _kinds(memory: StageMemory, plan: Plan) -> tuple[LayerKind, ...]:
 def _name(layer: LayerPlan) -> str:
     mixer, inner = layer.mixer, layer.feed_forward
     words = [] if isinstance(mixer, NoMixer) else [_mixer_name(mixer)]
+    words += [] if layer.ngrams is None else ["n-grams"]
     if isinstance(inner, Opaque):
         return f"{words[0]} by transformers"
     if mixer.rope is None and not isinstance(mixer, Pageless):
@@ -102,6 +104,8 @@ def _mixer_name(mixer: Mixer) -> str:
         name += f" window {mixer.window}"
     if isinstance(mixer, Latent) and mixer.top_k is not None:
         name += f" to {mixer.top_k} {'earlier' if mixer.needs_choice else 'indexed'} tokens"
+    if isinstance(mixer, Attention) and (indexer := mixer.indexer) is not None:
+        name += f" to {indexer.top_blocks} indexed blocks of {indexer.block_size} tokens"
     return name
 
 

@@ -17,7 +17,11 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
   and values of some heads for C tokens, with a float32 copy of the keys.
 * An indexer has queries and a key of each token, in the run dtype and queries in float32, too; and if C is
   above its top_k, its keys of all gathered tokens with a float32 copy, scores of some heads, their sum with
-  copies while tokens are chosen, and T * top_k numbers of chosen tokens (4).
+  copies while tokens are chosen, and T * top_k numbers of chosen tokens (4). An indexer of blocks likewise
+  has scores of blocks, and two masks of tokens (4 each) with a temporary (1) for the queries of a step's
+  decodes, or of a block of a prompt.
+* N-grams have for each token three numbers of each head (8), their rows twice, and of all residual streams
+  eight times their width in the run dtype, and twice in float32.
 * Compressed attention reads the keys of windows and the entries of all gathered tokens, both with float32
   copies, and scores of all heads; see `_entry_step_bytes`. What it computes of a token is counted as that of
   latent attention is, with its output in float32 twice, while parts of its keys are joined.
@@ -44,7 +48,8 @@ staging memory (`wire.staging`), tables of rotary angles for twice the longest s
 
 The cost of a stage is the bytes of weights that one decode step reads: its layers, and on the last stage the
 final norm and the output head. Of a layer's E experts, a step of B sequences reads on average
-E * (1 - (1 - k / E)^B), if each sequence chooses k; B is max_step_sequences / stages, so that all sequences
+E * (1 - (1 - k / E)^B), if each sequence chooses k; of a table of n-grams it reads a few rows, which count
+nothing. B is max_step_sequences / stages, so that all sequences
 are evenly spread. Decoding is bound by memory bandwidth, because at small batch sizes every
 weight is read once per step, so time is proportional to cost. In prefill, which is bound by compute, work has
 the same proportion: one multiplication per weight element and token. The embedding is a lookup of a few rows
@@ -92,6 +97,8 @@ from checkpoint import (
     stage_weight_bytes,
     state_bytes,
 )
+from checkpoint.block_indexer import BlockIndexer
+from checkpoint.held import table_bytes
 from checkpoint.implementation import Implementation
 from checkpoint.recurrent import recurrent_of
 from checkpoint.step_graphs import graph_bytes
@@ -165,6 +172,7 @@ class StageMemory:
             if isinstance(inner, Experts):
                 of_experts = expert_weight_bytes(hidden_size, kind, self.dtype)
                 num_bytes -= round(of_experts * (1.0 - inner.per_token / inner.count))
+            num_bytes -= table_bytes(kind, self.dtype)
             met[kind] = num_bytes / size * self.step_sequences
         return [met[layer] for layer in self.config.layers]
 
@@ -186,12 +194,13 @@ class StageMemory:
         }
 
     def _unread_bytes(self, layer: int) -> int:
-        """Bytes of a layer's experts that no sequence of an average step chooses."""
+        """Bytes of a layer's experts that no sequence of an average step chooses, and of tables."""
+        of_tables: int = table_bytes(self.config.layers[layer], self.dtype)
         if layer not in self._of_experts:
-            return 0
+            return of_tables
         unchosen, num_bytes = self._of_experts[layer]
         unread: float = unchosen**self.step_sequences
-        return round(num_bytes * unread)
+        return of_tables + round(num_bytes * unread)
 
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
@@ -457,6 +466,8 @@ class StageMemory:
         Keys are those of `gathered` tokens, with a float32 copy. Scores of some heads are computed at once,
         or of one; their sum has four copies while tokens are chosen, one of 8 bytes.
         """
+        if isinstance(mixer, Attention) and mixer.indexer is not None:
+            return self._block_index_bytes(mixer.indexer, longest, gathered)
         if not isinstance(mixer, Latent) or mixer.top_k is None or longest <= mixer.top_k:
             return 0
         choice = self.limits.max_step_tokens * mixer.top_k * 4
@@ -466,6 +477,23 @@ class StageMemory:
         pairs = max(gathered, BLOCK_SCORES, FEWEST_QUERIES * longest)
         return choice + keys + (max(INDEX_ELEMENTS, pairs) + 5 * pairs) * 4
 
+    def _block_index_bytes(self, indexer: BlockIndexer, longest: int, gathered: int) -> int:
+        """Like `_index_bytes`, with keys of blocks beside those of tokens, and masks of tokens."""
+        if longest // indexer.block_size <= indexer.top_blocks:
+            return 0
+        keys = gathered * indexer.head_dim * (self.dtype.size_bytes + 4)
+        of_blocks = 2 * keys // indexer.block_size
+        pairs = max(gathered, BLOCK_SCORES, FEWEST_QUERIES * longest)
+        scores = pairs // indexer.block_size
+        return keys + of_blocks + (max(INDEX_ELEMENTS, scores) + 5 * scores) * 4 + pairs * (2 * 4 + 1)
+
+    def _ngram_bytes(self, layer: LayerPlan) -> int:
+        """Bytes of one token while embeddings of n-grams are added."""
+        if (ngrams := layer.ngrams) is None:
+            return 0
+        size = self.dtype.size_bytes
+        return ngrams.num_heads * 3 * 8 + 2 * ngrams.width * size + ngrams.channels * (8 * size + 2 * 4)
+
     def _token_bytes(self, layer: LayerPlan) -> int:
         hidden_size, size = self.config.hidden_size, self.dtype.size_bytes
         # Of several streams, the old and new ones, and both and their sum in float32.
@@ -473,7 +501,8 @@ class StageMemory:
         residual = hidden_size * (2 * size + 2 * 4) + of_streams
         beside = 0 if layer.beside is None else _recurrent_elements(layer.beside) + hidden_size
         attention = (_mixer_elements(layer.mixer) + beside) * size
-        return residual + attention + self._inner_bytes(layer) + 2 * hidden_size * size
+        inner = self._inner_bytes(layer) + self._ngram_bytes(layer)
+        return residual + attention + inner + 2 * hidden_size * size
 
     def _inner_bytes(self, layer: LayerPlan) -> int:
         """Bytes of one token within a feed-forward."""
@@ -554,7 +583,8 @@ def _mixer_elements(mixer: Mixer) -> int:
     if isinstance(mixer, Compressed):
         return _compressed_elements(mixer)
     gates = mixer.q_size if mixer.has_output_gate else 0
-    return 2 * (mixer.q_size + 2 * mixer.kv_size) + mixer.q_size + 2 * gates
+    index = 0 if mixer.indexer is None else 3 * mixer.indexer.num_rows
+    return 2 * (mixer.q_size + 2 * mixer.kv_size) + mixer.q_size + 2 * gates + index
 
 
 def _compressed_elements(mixer: Compressed) -> int:

@@ -259,7 +259,7 @@ class ModelCompute(StageCompute):
         self, frame: Frame, prepared: _Prepared, sampled: SampledStep | None, transfer: StepTransfer
     ) -> Finish:
         model, inputs = self._model, _inputs(frame)
-        ids = _token_ids(frame.step) if model.is_hashed else None
+        ids = _token_ids(frame.step) if model.needs_tokens else None
         place = transfer.upload(_arrays_of(inputs if ids is None else [*inputs, ids], prepared, sampled))
         entered = self._entered(frame, [place(array) for array in inputs])
         layout = prepared.layout or model.layout(prepared.arrays, place)

@@ -44,7 +44,7 @@ from checkpoint.blueprint import (
 )
 from checkpoint.names import TensorRole
 from checkpoint.recurrent import GateNorm
-from checkpoint.streams import HyperConnection
+from checkpoint.streams import GatedConnection, HyperConnection
 from checkpoint.tensors import (
     DECAY_KIND,
     DT_KIND,
@@ -63,11 +63,18 @@ from stage_worker.backends.tensor_views import ELEMENTS, as_array, from_wire, pr
 from stage_worker.loading.head_summary import HeadSummary, NonFiniteReference, relative_rounding
 from stage_worker.loading.reference_memory import reference_bytes, rows_per_block
 from stage_worker.loading.stage_loader import fingerprint_mismatch
+from stage_worker.loading.streamed_blocks import hidden_blocks
 from stage_worker.loading.streamed_compressed import StreamedCompressed
-from stage_worker.loading.streamed_delta import KimiDeltaInputs, delta_inputs
+from stage_worker.loading.streamed_delta import delta_inputs, kimi_delta
 from stage_worker.loading.streamed_feed_forward import StreamedFeedForward, is_among
 from stage_worker.loading.streamed_mamba import EXACT_VECTORS, MambaVectors
-from stage_worker.loading.streamed_streams import StreamedConnection, collapsed
+from stage_worker.loading.streamed_ngrams import with_ngrams
+from stage_worker.loading.streamed_streams import (
+    StreamedConnection,
+    StreamedGates,
+    collapsed,
+    connected,
+)
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stage_worker.model.quantize import rounded_to
 from stage_worker.model.rope import rotated_pairs
@@ -77,7 +84,6 @@ from wire.reference import LayerReference, Reference, TextReference
 from wire.tensors import WireDType
 
 _Masks = list[Tensor | None]
-_QKV = (TensorRole.Q, TensorRole.K, TensorRole.V)
 
 
 class StreamedModel:
@@ -130,7 +136,7 @@ class StreamedModel:
         if config.collapse is not None:
             hidden = collapsed(self, config.collapse, self._of_collapse, hidden)
         rows = [self._rows(name, 0, config.hidden_size) for name in final_norm_tensors(config)]
-        normed = self.normed(hidden, config.final_norm, *rows)
+        normed = hidden if config.final_norm is None else self.normed(hidden, config.final_norm, *rows)
         head = RoleRows(head_tensor(config), 0, config.vocab_size)
         for first, block in self._blocks(head):
             logits = self.rounded(linear(normed, block)) * config.logit_scale
@@ -183,6 +189,10 @@ class StreamedModel:
     def table(self, rows: RoleRows, dtype: torch.dtype) -> Tensor:
         """A whole tensor of several rows that stages keep as it is, or in float32."""
         return self._load(rows.name, 0, torch.empty(self._checkpoint.shape_of(rows.name), dtype=dtype))
+
+    def row(self, table: RoleRows, number: int) -> Tensor:
+        """Row `number` of what a tensor has of a table."""
+        return self._rows(table.name, number, number + 1)
 
     def exact_products(self, x: Tensor, matrix: RoleRows) -> Tensor:
         """Products with a matrix that stages keep in float32, or multiply by in float32."""
@@ -258,6 +268,8 @@ class StreamedLayer:
     def output(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         """Hidden states after the layer, [2, n, width] as `hidden`, of texts of `lengths`."""
         plan = self.plan
+        if plan.ngrams is not None:
+            hidden = with_ngrams(self, hidden, lengths, plan.ngrams)
         if plan.connection is None:
             hidden = self._output_of_one(hidden, lengths)
         else:
@@ -280,7 +292,9 @@ class StreamedLayer:
             hidden = self._added(hidden, fed, TensorRole.FFN_OUT_NORM)
         return hidden
 
-    def _output_of_streams(self, streams: Tensor, plan: HyperConnection, lengths: Sequence[int]) -> Tensor:
+    def _output_of_streams(
+        self, streams: Tensor, plan: HyperConnection | GatedConnection, lengths: Sequence[int]
+    ) -> Tensor:
         """Several residual streams [2, n, num_streams * width] after the layer."""
         if not isinstance(self.plan.mixer, NoMixer):
             connection = self._connection(TensorRole.MIXER_STREAMS, plan, streams)
@@ -294,8 +308,10 @@ class StreamedLayer:
             streams = connection.with_result(self.plan.residual_scale * fed)
         return streams
 
-    def _connection(self, role: TensorRole, plan: HyperConnection, streams: Tensor) -> StreamedConnection:
-        return StreamedConnection(self.model, plan, lambda kind: self.places[role, kind, None], streams)
+    def _connection(
+        self, role: TensorRole, plan: HyperConnection | GatedConnection, streams: Tensor
+    ) -> StreamedConnection | StreamedGates:
+        return connected(self.model, plan, lambda kind: self.places[role, kind, None], streams)
 
     def _added(self, residual: Tensor, x: Tensor, out_norm: TensorRole) -> Tensor:
         return self.model.rounded(residual + self.plan.residual_scale * self.normed(x, out_norm))
@@ -338,7 +354,7 @@ class StreamedLayer:
         if isinstance(mixer, GatedDelta):
             return self._delta(x, lengths, mixer)
         if isinstance(mixer, KimiDelta):
-            return self._kimi_delta(x, lengths, mixer)
+            return kimi_delta(self, x, lengths, mixer)
         if isinstance(mixer, Mamba2):
             return self._mamba(x, lengths, mixer)
         assert not isinstance(mixer, NoMixer), "a layer without a mixer"
@@ -355,26 +371,8 @@ class StreamedLayer:
         inputs = delta_inputs(mixer, wide, narrow)
         mixed = inputs.mixed_by(mixer, kernel, (decay, dt_bias), lengths, model.rounded)
         output = self.normed(model.rounded(mixed), TensorRole.STATE_NORM, Norm(eps=mixer.norm_eps))
-        return self.projected(model.rounded(output.flatten(2) * silu(inputs.gate)), TensorRole.STATE_OUT)
-
-    def _kimi_delta(self, x: Tensor, lengths: Sequence[int], mixer: KimiDelta) -> Tensor:
-        """The gated delta rule with a decay per channel, token by token."""
-        model, places = self.model, self.places
-        decays = (TensorRole.STATE_DECAY, DECAY_KIND), (TensorRole.STATE_DT, DT_KIND)
-        decay, dt_bias = (model.exact(places[role, kind, None]) for role, kind in decays)
-        kernels = (TensorRole.CONV_Q, TensorRole.CONV_K, TensorRole.CONV_V)
-        kernel = torch.cat([model.kernel(places[role, "weight", None]) for role in kernels])
-        inputs = KimiDeltaInputs(
-            fresh=torch.cat([self.projected(x, role) for role in _QKV], -1),
-            strength=self.projected(x, TensorRole.KDA_B),
-            decay=self.projected(self.projected(x, TensorRole.KDA_DECAY_DOWN), TensorRole.KDA_DECAY_UP),
-        )
-        mixed = model.rounded(inputs.mixed_by(mixer, kernel, (decay, dt_bias), lengths, model.rounded))
-        scaled = mixed * torch.rsqrt(mixed.square().mean(dim=-1, keepdim=True) + mixer.norm_eps)
-        weight = model.vector(places[TensorRole.STATE_NORM, "weight", None])
-        gate = self.projected(self.projected(x, TensorRole.KDA_GATE_DOWN), TensorRole.KDA_GATE_UP)
-        gated = (scaled * weight).flatten(2) * gate.sigmoid()
-        return self.projected(model.rounded(gated), TensorRole.STATE_OUT)
+        gate = inputs.gate.sigmoid() if mixer.has_sigmoid_gate else silu(inputs.gate)
+        return self.projected(model.rounded(output.flatten(2) * gate), TensorRole.STATE_OUT)
 
     def _mamba(self, x: Tensor, lengths: Sequence[int], mixer: Mamba2) -> Tensor:
         """The state space model, token by token."""
@@ -471,12 +469,13 @@ class StreamedLayer:
             query, key = self._normed_heads(query, key, qk_norm)
         split = (heads.split_with_sizes(list(lengths), dim=1) for heads in (query, key, value))
         mixed = []
-        for q, k, v in zip(*split, strict=True):
+        is_hidden = hidden_blocks(self, x, lengths, mixer)
+        for q, k, v, hidden in zip(*split, is_hidden, strict=True):
             q, k = self._rotated(q, mixer.rope), self._rotated(k, mixer.rope)
             if qk_norm is not None and qk_norm.is_after_rotation:
                 q, k = self._normed_heads(q, k, qk_norm)
             keys, values = self.model.cached(k), self.model.cached(v)
-            mixed.append(self._mix(self._grown(q, mixer), keys, values, mixer))
+            mixed.append(self._mix(self._grown(q, mixer), keys, values, mixer, hidden))
         output = torch.cat(mixed, 1)
         if gate is not None:
             output = self.model.rounded(output * self.model.rounded(gate.sigmoid()))

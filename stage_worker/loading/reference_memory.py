@@ -42,7 +42,7 @@ def reference_bytes(checkpoint: Checkpoint, dtype: DType, lengths: Sequence[int]
         kind.mixer.q_size + _expanded_size(kind.mixer) + _beside_size(kind) + _inner_size(kind)
         for kind in kinds
     )
-    of_a_layer = 6 * config.hidden_size + of_streams + of_mixers
+    of_a_layer = 6 * config.hidden_size + of_streams + max(map(_ngram_size, kinds)) + of_mixers
     of_the_head = (
         6 * config.hidden_size + of_streams + 10 * min(config.vocab_size, rows_per_block(config.hidden_size))
     )
@@ -51,6 +51,11 @@ def reference_bytes(checkpoint: Checkpoint, dtype: DType, lengths: Sequence[int]
     of_unpacking = UNPACKING_WINDOWS * WINDOW_BYTES if checkpoint.packed else 0
     of_rounding = block * _ROUNDING_BYTES if config.weight_format is not None else 0
     return block * (8 + dtype.size_bytes) + of_unpacking + of_rounding + 8 * of_tokens
+
+
+def _ngram_size(plan: LayerPlan) -> int:
+    """Elements of one token while embeddings of n-grams are added: rows, and values in all streams."""
+    return 0 if plan.ngrams is None else 2 * plan.ngrams.width + 8 * plan.ngrams.channels
 
 
 def _inner_size(plan: LayerPlan) -> int:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad, silu, softplus
 
 from checkpoint import GatedDelta, KimiDelta
+from checkpoint.names import TensorRole
+from checkpoint.tensors import DECAY_KIND, DT_KIND
+
+if TYPE_CHECKING:
+    from stage_worker.loading.reference import StreamedLayer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,3 +134,25 @@ def _delta_rule(query: Tensor, key: Tensor, value: Tensor, strength: Tensor, kep
         state = state + torch.einsum("chk,chv->chkv", k, error)
         outputs.append(torch.einsum("chkv,chk->chv", state, query[:, token]) / query.shape[-1] ** 0.5)
     return torch.stack(outputs, dim=1)
+
+
+def kimi_delta(layer: StreamedLayer, x: Tensor, lengths: Sequence[int], mixer: KimiDelta) -> Tensor:
+    """The gated delta rule with a decay per channel, token by token."""
+    model, places = layer.model, layer.places
+    decays = (TensorRole.STATE_DECAY, DECAY_KIND), (TensorRole.STATE_DT, DT_KIND)
+    decay, dt_bias = (model.exact(places[role, kind, None]) for role, kind in decays)
+    kernels = (TensorRole.CONV_Q, TensorRole.CONV_K, TensorRole.CONV_V)
+    kernel = torch.cat([model.kernel(places[role, "weight", None]) for role in kernels])
+    inputs = KimiDeltaInputs(
+        fresh=torch.cat(
+            [layer.projected(x, role) for role in (TensorRole.Q, TensorRole.K, TensorRole.V)], -1
+        ),
+        strength=layer.projected(x, TensorRole.KDA_B),
+        decay=layer.projected(layer.projected(x, TensorRole.KDA_DECAY_DOWN), TensorRole.KDA_DECAY_UP),
+    )
+    mixed = model.rounded(inputs.mixed_by(mixer, kernel, (decay, dt_bias), lengths, model.rounded))
+    scaled = mixed * torch.rsqrt(mixed.square().mean(dim=-1, keepdim=True) + mixer.norm_eps)
+    weight = model.vector(places[TensorRole.STATE_NORM, "weight", None])
+    gate = layer.projected(layer.projected(x, TensorRole.KDA_GATE_DOWN), TensorRole.KDA_GATE_UP)
+    gated = (scaled * weight).flatten(2) * gate.sigmoid()
+    return layer.projected(model.rounded(gated), TensorRole.STATE_OUT)

@@ -7,8 +7,23 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
-from checkpoint.streams import BASE, FN, SCALE, HyperConnection, WeightedCollapse
+from checkpoint import Norm
+from checkpoint.blueprint import NormKind
+from checkpoint.streams import (
+    BASE,
+    DOWN,
+    FN,
+    NORM,
+    SCALE,
+    UP,
+    WRITE,
+    GatedCollapse,
+    GatedConnection,
+    HyperConnection,
+    WeightedCollapse,
+)
 
 if TYPE_CHECKING:
     from checkpoint.tensors import RoleRows
@@ -53,8 +68,47 @@ class StreamedConnection:
         return weights
 
 
-def collapsed(model: StreamedModel, plan: WeightedCollapse, places: Places, streams: Tensor) -> Tensor:
+class StreamedGates:
+    """Gated streams [2, n, num_streams * width] of one sub-layer, or those after the last one."""
+
+    def __init__(self, model: StreamedModel, plan: GatedCollapse, places: Places, streams: Tensor) -> None:
+        self._model, self._plan, self._places = model, plan, places
+        self._streams = torch.unflatten(streams, -1, (plan.num_streams, -1))
+        weight = torch.unflatten(model.vector(places(NORM)), 0, (plan.num_streams, -1))
+        norm = Norm(kind=NormKind.RMS_OFFSET, eps=plan.norm_eps)
+        self._normed = model.normed(self._streams, norm, weight)
+
+    def row(self) -> Tensor:
+        """The input of the sub-layer, [2, n, width]."""
+        model, flat = self._model, self._normed.flatten(2)
+        low = model.rounded(model.projected(flat, self._places(DOWN), None) / self._plan.num_streams)
+        gates = model.rounded(model.projected(model.rounded(silu(low)), self._places(UP), None).sigmoid())
+        gated = model.rounded(gates * flat)
+        return model.rounded(torch.unflatten(gated, -1, (self._plan.num_streams, -1)).mean(2))
+
+    def with_result(self, result: Tensor) -> Tensor:
+        """The new streams, with the `result` [2, n, width]."""
+        model = self._model
+        logits = model.projected(self._normed.flatten(2), self._places(WRITE), None)
+        shares = model.rounded(2 * model.rounded((logits / self._plan.num_streams).sigmoid()))
+        return model.rounded((self._streams + torch.einsum("xns,xnw->xnsw", shares, result)).flatten(2))
+
+
+def connected(
+    model: StreamedModel, plan: HyperConnection | GatedConnection, places: Places, streams: Tensor
+) -> StreamedConnection | StreamedGates:
+    """The connection of one sub-layer to `streams`."""
+    if isinstance(plan, GatedConnection):
+        return StreamedGates(model, plan, places, streams)
+    return StreamedConnection(model, plan, places, streams)
+
+
+def collapsed(
+    model: StreamedModel, plan: WeightedCollapse | GatedCollapse, places: Places, streams: Tensor
+) -> Tensor:
     """One row [2, n, width] of the streams [2, n, num_streams * width]."""
+    if isinstance(plan, GatedCollapse):
+        return StreamedGates(model, plan, places, streams).row()
     scale, base = (model.exact(places(kind)) for kind in (SCALE, BASE))
     weights = (_products(model, streams, places, plan.norm_eps) * scale + base).sigmoid() + plan.gate_eps
     by_stream = torch.unflatten(streams, -1, (plan.num_streams, -1))

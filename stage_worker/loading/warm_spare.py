@@ -98,7 +98,7 @@ def _num_bytes(config: Blueprint, dtype: DType, parts: NeededParts) -> int:
     matrices = {config.names.embeddings} if parts.has_embeddings else set()
     rows = num_bytes = 0
     if parts.has_head:
-        num_bytes = collapse_bytes(config)
+        num_bytes = collapse_bytes(config, dtype)
         matrices.add(head_tensor(config))
         rows = len(final_norm_tensors(config))
     num_bytes += (len(matrices) * config.vocab_size + rows) * config.hidden_size * dtype.size_bytes

@@ -15,14 +15,14 @@ relative to the largest, and divides by their sum after the product with the val
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from checkpoint import Blueprint, Checkpoint, DType, Pageless
+from checkpoint import Blueprint, Checkpoint, DType, Mixer, Pageless
 from checkpoint.recurrent import only_on_cpus
 from checkpoint.step_graphs import are_recordable
 from kvcache.layer_rows import RowKind
@@ -96,8 +96,7 @@ class DecoderStage(PipelineStage):
             device=device,
             kernels=kernels or Kernels.of(config, device, run_dtype, choice),
             ropes={
-                rotary: Rope(rotary.rope, rotary.head_dim, run_dtype, device)
-                for rotary in (Rotary.of(mixer) for mixer in mixers if not isinstance(mixer, Pageless))
+                rotary: Rope(rotary.rope, rotary.head_dim, run_dtype, device) for rotary in _rotaries(mixers)
             },
         )
         # Rounded like transformers' Gemma.
@@ -227,12 +226,13 @@ class DecoderStage(PipelineStage):
     @torch.inference_mode()
     def picked_logits(self, hidden: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weights = self._loaded()
-        assert weights.final_norm is not None, "logits of a stage without output head"
-        assert weights.head is not None
+        assert weights.head is not None, "logits of a stage without output head"
         if weights.collapse is not None:  # of the rows that need logits only
             hidden = weights.collapse(hidden if rows is None else hidden.index_select(0, rows))
             rows = None
-        normed, flags = operations(self.kernels).final_norm(hidden, rows, weights.final_norm)
+        normed, flags = hidden, None
+        if weights.final_norm is not None:
+            normed, flags = operations(self.kernels).final_norm(hidden, rows, weights.final_norm)
         logits = weights.head(_with_fewest_rows(normed, self.kernels.products))[: len(normed)]
         logits = logits.to(torch.float32)
         if self.config.logit_scale != 1.0:
@@ -254,6 +254,13 @@ class DecoderStage(PipelineStage):
 
     def _new_tensor(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.torch_dtype, device=self.device)
+
+
+def _rotaries(mixers: Iterable[Mixer]) -> Iterator[Rotary]:
+    """All that layers with `mixers` look up."""
+    for mixer in mixers:
+        if not isinstance(mixer, Pageless):
+            yield from Rotary.all_of(mixer)
 
 
 def _memories(step: StepLayout, pages: PagedLayers) -> Iterator[LayerMemory]:

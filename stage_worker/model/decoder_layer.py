@@ -31,6 +31,7 @@ from checkpoint.blueprint import NormSpan, Placement, QkNorm
 from checkpoint.names import TensorRole
 from checkpoint.tensors import norm_roles
 from stage_worker.model.attention_views import PrefillView
+from stage_worker.model.block_indexer import BlockChooser
 from stage_worker.model.branches import Branches
 from stage_worker.model.compressed_attention import CompressedAttention
 from stage_worker.model.experts import ExpertMixture
@@ -51,6 +52,7 @@ from stage_worker.model.layer_weights import (
     MambaWeights,
 )
 from stage_worker.model.mamba2 import StateSpaceModel
+from stage_worker.model.ngrams import NgramFeatures
 from stage_worker.model.norms import NormWeights, RowNorm, row_norm, unit_norm
 from stage_worker.model.operations import (
     HeadFunction,
@@ -62,7 +64,7 @@ from stage_worker.model.operations import (
 )
 from stage_worker.model.projections import project
 from stage_worker.model.rope import Rotary, RotaryTable
-from stage_worker.model.step_layout import LayerKv, LayerMemory, StepLayout
+from stage_worker.model.step_layout import AttentionViews, LayerKv, LayerMemory, LayerStates, StepLayout
 
 Mix = Callable[[Tensor, LayerMemory], Tensor]
 """A mixer: rows [m, width] for normed rows [m, hidden_size], with zeros after the step's tokens."""
@@ -76,15 +78,17 @@ def attend(
     operations: Operations,
     mixer: Attention,
     kv: LayerKv,
+    views: AttentionViews | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Fill `output` [n, heads, head_dim] from the rotated `query` [n, heads, head_dim].
+    """Fill `output` [n, heads, head_dim] from the rotated `query` [n, heads, head_dim], through `views`, by
+    default those of the step.
 
     `heads` [n, heads + 2 * kv_heads, head_dim] are the step's queries, keys and values; keys and values are
     already in the pages. `sinks` is float32 [heads], see `Attention`.
     """
     step = kv.step
-    views = step.views[mixer.window]
+    views = views or step.views[mixer.window]
     if views.work is not None:
         attend_in_pages(query, output, views.work, mixer, kv, sinks)
     for view in views.decodes:
@@ -198,6 +202,9 @@ class GroupedAttention:
         fused = operations.head_function(mixer, weights.norms)
         self._write: HeadFunction = fused or SeparateHeads(mixer, weights.norms, operations)
         self._qkv = project(given.qkv, given.qkv_bias, kernels.layer_products)
+        self._choose = None
+        if given.index is not None:
+            self._choose = BlockChooser(mixer, given.index, weights.norms, kernels)
 
     def __call__(self, normed: Tensor, kv: LayerMemory) -> Tensor:
         """Attention output [m, heads * head_dim] of `normed` [m, hidden_size], with zeros after the step's
@@ -222,6 +229,7 @@ class GroupedAttention:
             query.mul_(rotary.query_scale)
         new = normed.new_empty if is_whole else normed.new_zeros
         mixed = new(num_rows, num_heads, self._mixer.head_dim)
+        views = None if self._choose is None else self._choose(normed, kv)
         attend(
             query,
             heads,
@@ -229,6 +237,7 @@ class GroupedAttention:
             operations=self._operations,
             mixer=self._mixer,
             kv=kv,
+            views=views,
             sinks=self._sinks,
         )
         if gates is not None:
@@ -277,6 +286,13 @@ def _feed_forward(
     if layer_plan.branch_norm is not None:
         return Branches(layer_plan, given, weights.norms, ffn_norm, operations, kernels)
     return ExpertMixture(layer_plan, given, operations, kernels)
+
+
+def _ngrams(plan: LayerPlan, weights: LayerWeights, kernels: Kernels) -> NgramFeatures | None:
+    if plan.ngrams is None:
+        return None
+    assert weights.ngrams is not None, "n-grams without weights"
+    return NgramFeatures(plan.ngrams, weights.ngrams, kernels)
 
 
 class Beside:
@@ -328,8 +344,9 @@ class DecoderLayer:
             self._ffn_norm = _unchanged  # both branches norm the residual themselves
         has_norm = self._ffn_norm is not _unchanged and not self._is_shared
         self._norm_of_sum = self._ffn_norm if has_norm else None
-        is_usual = plan.placement is Placement.BEFORE and plan.beside is None
+        is_usual = plan.placement in (Placement.BEFORE, Placement.NONE) and plan.beside is None
         assert plan.connection is None or is_usual, "streams of a layer with other residuals"
+        self._ngrams = _ngrams(plan, weights, kernels)
         self._read = {
             role: connection_of(plan.connection, tensors)
             for role, tensors in weights.streams.items()
@@ -347,6 +364,9 @@ class DecoderLayer:
         `m` is at least the step's number of tokens: further rows are computed without attention. A mixer
         beside attention has the second of the `memories`.
         """
+        if self._ngrams is not None:
+            assert isinstance(memories[0], LayerStates), "memory of another kind"
+            hidden = self._ngrams.added_to(hidden, memories[0])
         output = self._output_of_streams(hidden, *memories) if self._read else self._output(hidden, *memories)
         return output if self._scale is None else output.mul_(self._scale)
 

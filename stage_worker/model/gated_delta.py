@@ -61,6 +61,7 @@ class SeparateDelta:
         self._decay = weights.decay if mixer.layout.has_rates else -weights.decay.exp()
         self._dt_bias = weights.dt_bias
         self._norm = row_norm(Norm(eps=mixer.norm_eps), NormWeights(weights.norm, None))
+        self._gate = torch.sigmoid if mixer.has_sigmoid_gate else silu
 
     def __call__(self, projected: Tensor, memory: LayerStates) -> Tensor:
         mixer, rows = self._mixer, memory.rows
@@ -119,9 +120,9 @@ class SeparateDelta:
         return unit.repeat(1, shared, 1) if self._is_tiled else unit.repeat_interleave(shared, dim=1)
 
     def _gated(self, output: Tensor, gate: Tensor) -> Tensor:
-        """The normed `output` [n, heads, value_dim] times SiLU of `gate`, [n, heads * value_dim]."""
+        """The normed `output` [n, heads, value_dim] times a function of `gate`, [n, heads * value_dim]."""
         normed = self._norm(output).flatten(1)
-        return (normed.float() * silu(gate.float())).to(output.dtype)
+        return (normed.float() * self._gate(gate.float())).to(output.dtype)
 
 
 def unit_length(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Several residual streams of a token: sub-layers read and write them, LAST collapses them.
 
-See `checkpoint.streams`. Streams are rows [m, num_streams * hidden_size] in the run dtype. Weights are
+See `checkpoint.streams`. Streams are rows [m, num_streams * hidden_size] in the run dtype. Weights of gated
+streams are computed in the run dtype of streams normed in float32, as in transformers. Others are
 computed in float32 from all of them. Sums of streams are float32, too, and rounded once, where a row or a
 stream is complete; transformers' DeepSeek V4 rounds the weights and both parts of the new streams first.
 """
@@ -12,9 +13,22 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
+from torch.nn.functional import rms_norm as scaled_to_unit
 
-from checkpoint.streams import BASE, FN, SCALE, HyperConnection, WeightedCollapse
+from checkpoint.streams import (
+    BASE,
+    DOWN,
+    FN,
+    NORM,
+    SCALE,
+    UP,
+    WRITE,
+    GatedCollapse,
+    GatedConnection,
+    HyperConnection,
+    WeightedCollapse,
+)
 from stage_worker.model.layer_weights import StreamTensors
 
 
@@ -38,13 +52,17 @@ Collapse = Callable[[Tensor], Tensor]
 """One row [m, hidden_size] for streams [m, num_streams * hidden_size]."""
 
 
-def connection_of(plan: HyperConnection, tensors: StreamTensors) -> Read:
+def connection_of(plan: HyperConnection | GatedConnection, tensors: StreamTensors) -> Read:
     """The connection of one sub-layer."""
+    if isinstance(plan, GatedConnection):
+        return _GatedConnection(plan, tensors)
     return _HyperConnection(plan, tensors)
 
 
-def collapse_of(plan: WeightedCollapse, tensors: StreamTensors) -> Collapse:
+def collapse_of(plan: WeightedCollapse | GatedCollapse, tensors: StreamTensors) -> Collapse:
     """The end of the streams."""
+    if isinstance(plan, GatedCollapse):
+        return _GatedRead(plan, tensors).collapsed
     return _WeightedCollapse(plan, tensors)
 
 
@@ -131,3 +149,40 @@ class _WeightedCollapse:
         wide = _rows(streams, plan.num_streams)
         logits = _logits(wide, tensors[FN], plan.norm_eps) * tensors[SCALE] + tensors[BASE]
         return _mixed(wide, logits.sigmoid() + plan.gate_eps, streams.dtype)
+
+
+class _GatedRead:
+    """See `GatedCollapse`."""
+
+    def __init__(self, plan: GatedCollapse, tensors: StreamTensors) -> None:
+        self._plan, self._down, self._up = plan, tensors[DOWN], tensors[UP]
+        self._weight = torch.unflatten(tensors[NORM].float() + 1.0, 0, (plan.num_streams, -1))
+
+    def collapsed(self, streams: Tensor) -> Tensor:
+        """One row [m, hidden_size] of `streams`."""
+        return self.mean(self.normed(streams))
+
+    def normed(self, streams: Tensor) -> Tensor:
+        """`streams`, each by itself normed."""
+        wide = _rows(streams, self._plan.num_streams)
+        scaled = scaled_to_unit(wide, wide.shape[-1:], None, self._plan.norm_eps)
+        return (scaled * self._weight).flatten(1).to(streams.dtype)
+
+    def mean(self, normed: Tensor) -> Tensor:
+        """[m, hidden_size], of normed streams times their gates."""
+        low = silu(linear(normed, self._down) / self._plan.num_streams)
+        gated = linear(low, self._up).sigmoid_().mul_(normed)
+        return torch.unflatten(gated, 1, (self._plan.num_streams, -1)).mean(dim=1)
+
+
+class _GatedConnection(_GatedRead):
+    """See `GatedConnection`."""
+
+    def __init__(self, plan: GatedConnection, tensors: StreamTensors) -> None:
+        super().__init__(plan, tensors)
+        self._write = tensors[WRITE]
+
+    def __call__(self, streams: Tensor) -> tuple[Tensor, WriteWeights]:
+        normed = self.normed(streams)
+        logits = linear(normed, self._write) / self._plan.num_streams
+        return self.mean(normed), WriteWeights(logits.sigmoid_().mul_(2.0).float())

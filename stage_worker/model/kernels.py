@@ -83,6 +83,8 @@ def _not_for(hidden_size: int, layer: LayerPlan) -> str | None:
         return "recurrent layers are not supported by the kernels"
     if isinstance(attention, NoMixer) or isinstance(dense, NoFeedForward):
         return "layers of a mixer or a feed-forward alone are not supported by the kernels"
+    if attention.indexer is not None:
+        return "indexers are not supported by the kernels"
     if attention.has_output_gate:
         return "gates of attention's output are not supported by the kernels"
     if isinstance(dense, Experts):
@@ -292,7 +294,8 @@ def _on_gpu(config: Blueprint, device: torch.device, dtype: torch.dtype, choice:
 
 def _has_choice(layer: LayerPlan) -> bool:
     """Whether queries attend to some tokens of a sequence only, which an indexer chooses."""
-    return isinstance(layer.mixer, Latent) and layer.mixer.top_k is not None
+    mixer = layer.mixer
+    return mixer.top_k is not None if isinstance(mixer, Latent) else mixer.index_width > 0
 
 
 def has_triton_kernels(choice: KernelChoice, device: torch.device) -> bool:
@@ -321,7 +324,10 @@ def _plain(config: Blueprint, not_compiled_because: str | None) -> Kernels:
 def _needs_products(config: Blueprint) -> bool:
     mixers = (layer.mixer for layer in config.kinds if not isinstance(layer.mixer, Pageless))
     return any(
-        isinstance(mixer, Latent | Compressed) or mixer.softcap is not None or mixer.has_sinks
+        isinstance(mixer, Latent | Compressed)
+        or mixer.softcap is not None
+        or mixer.has_sinks
+        or mixer.indexer is not None
         for mixer in mixers
     )
 

@@ -18,6 +18,7 @@ from checkpoint import (
     GatedDelta,
     KimiDelta,
     Latent,
+    LayerPlan,
     Mamba2,
     Mixer,
     NoFeedForward,
@@ -28,6 +29,7 @@ from checkpoint.blueprint import FeedForwardPlan
 from checkpoint.compressed_shapes import GATE_BIAS_KIND
 from checkpoint.held import held_plans, stacked_roles
 from checkpoint.names import TensorRole
+from checkpoint.ngrams import MULTIPLIERS_KIND, OFFSETS_KIND, SIZES_KIND
 from checkpoint.tensors import (
     BRANCH_NORMS,
     CHOICE_BIAS_KIND,
@@ -107,12 +109,14 @@ class ExpertsWeights:
 class AttentionWeights:
     """Queries, keys and values, stacked by rows in `qkv`; `sinks` is [heads].
 
-    Layers whose values are their keys have no rows of values. Gates of the output are the last rows.
+    Layers whose values are their keys have no rows of values. Gates of the output are the last rows. `index`
+    has the rows of an indexer's queries, then of its keys.
     """
 
     qkv: Weight
     qkv_bias: Tensor | None
     sinks: Tensor | None
+    index: Weight | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -227,7 +231,26 @@ MixerWeights = (
 
 
 StreamTensors = Mapping[str, Tensor]
-"""Float32 tensors of one connection to residual streams, or of a collapse, by kind."""
+"""Tensors of one connection to residual streams, or of a collapse, by kind."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class NgramWeights:
+    """Embeddings of n-grams. `multipliers` [size], `sizes` and `offsets` [heads] are int64; `table` is [rows,
+    head_dim], `key` [channels, width], `value` [hidden_size, width], `conv` [channels, 1, kernel_size]; the
+    norms are [channels].
+    """
+
+    multipliers: Tensor
+    sizes: Tensor
+    offsets: Tensor
+    table: Tensor
+    key: Weight
+    value: Weight
+    key_norm: Tensor
+    stream_norm: Tensor
+    conv_norm: Tensor
+    conv: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -249,12 +272,13 @@ class LayerWeights:
     beside_o: Weight | None = None
     beside_o_bias: Tensor | None = None
     streams: Mapping[TensorRole, StreamTensors] = field(default_factory=dict)
+    ngrams: NgramWeights | None = None
 
 
 _NORMS = (
     *(TensorRole.MIXER_NORM, TensorRole.MIXER_OUT_NORM, TensorRole.FFN_NORM, TensorRole.FFN_OUT_NORM),
     *(TensorRole.Q_NORM, TensorRole.K_NORM, TensorRole.Q_LATENT_NORM, TensorRole.KV_LATENT_NORM),
-    *(TensorRole.INDEX_K_NORM, TensorRole.ENTRY_NORM, TensorRole.INDEX_NORM),
+    *(TensorRole.INDEX_Q_NORM, TensorRole.INDEX_K_NORM, TensorRole.ENTRY_NORM, TensorRole.INDEX_NORM),
     *BRANCH_NORMS,
 )
 
@@ -279,6 +303,7 @@ def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[Layer
         beside_o=tensors.matrix(TensorRole.STATE_OUT) if has_beside else None,
         beside_o_bias=tensors.get(TensorRole.STATE_OUT, "bias") if has_beside else None,
         streams={role: found for role in STREAM_ROLES if (found := tensors.kinds_of(role))},
+        ngrams=None if config.layers[layer].ngrams is None else _ngrams(tensors),
     )
     return weights, tensors.destinations()
 
@@ -303,6 +328,7 @@ def _mixer(mixer: Mixer, tensors: _Allocation) -> MixerWeights | None:
             qkv=tensors.matrix(TensorRole.Q),
             qkv_bias=tensors.get(TensorRole.Q, "bias"),
             sinks=tensors.get(TensorRole.SINKS, SINKS_KIND),
+            index=None if mixer.indexer is None else tensors.matrix(TensorRole.INDEX_QK),
         )
     if isinstance(mixer, Compressed):
         return _compressed(mixer, tensors)
@@ -409,6 +435,21 @@ def _feed_forward(plan: FeedForwardPlan, tensors: _Allocation) -> DenseWeights |
     )
 
 
+def _ngrams(tensors: _Allocation) -> NgramWeights:
+    return NgramWeights(
+        multipliers=tensors.found(TensorRole.NGRAM_HASH, MULTIPLIERS_KIND),
+        sizes=tensors.found(TensorRole.NGRAM_HASH, SIZES_KIND),
+        offsets=tensors.found(TensorRole.NGRAM_HASH, OFFSETS_KIND),
+        table=tensors.found(TensorRole.NGRAM_TABLE, "weight"),
+        key=tensors.matrix(TensorRole.NGRAM_KEY),
+        value=tensors.matrix(TensorRole.NGRAM_VALUE),
+        key_norm=tensors.found(TensorRole.NGRAM_KEY_NORM, "weight"),
+        stream_norm=tensors.found(TensorRole.NGRAM_STREAM_NORM, "weight"),
+        conv_norm=tensors.found(TensorRole.NGRAM_CONV_NORM, "weight"),
+        conv=tensors.found(TensorRole.NGRAM_CONV, "weight"),
+    )
+
+
 def _dense(tensors: _Allocation, up: TensorRole, down: TensorRole) -> DenseWeights:
     return DenseWeights(
         up=tensors.matrix(up),
@@ -424,7 +465,7 @@ class _Allocation:
     def __init__(self, config: Blueprint, layer: int, new: NewTensor) -> None:
         self._tensors = layer_tensors(config, layer)
         self._new, self._shapes = new, role_shapes(config.hidden_size, config.layers[layer])
-        self._wide = _wide_roles(config.layers[layer].known_feed_forward)
+        self._wide = _wide_roles(config.layers[layer])
         self._places: dict[tuple[TensorRole, str], tuple[Weight, int, int]] = {}
         """Each part's tensor or matrix, and range of rows."""
         held = held_plans(config, layer)
@@ -449,6 +490,8 @@ class _Allocation:
             into = self._new(*shapes[role, kind][:axis], sum(sizes), *shapes[role, kind][axis + 1 :])
             if role is TensorRole.HASH_TABLE:
                 into = into.to(torch.int16)
+            elif role is TensorRole.NGRAM_HASH:
+                into = into.to(torch.int64)
             elif role in self._wide:
                 into = into.float()
         for index, part in enumerate(parts):
@@ -492,6 +535,8 @@ class _Allocation:
         is_one = into is last
         if tensor.expert is not None:
             place = into[tensor.expert][begin:end]
+        elif tensor.roles == (TensorRole.NGRAM_TABLE,):
+            place = into[tensor.first_row :][: tensor.shape[0]]
         else:
             place = into.narrow(row_axis(tensor.roles[0]), begin, end - begin)
         if tensor.is_transposed:
@@ -503,9 +548,11 @@ class _Allocation:
         return place
 
 
-def _wide_roles(plan: FeedForwardPlan) -> tuple[TensorRole, ...]:
+def _wide_roles(plan: LayerPlan) -> tuple[TensorRole, ...]:
     """Roles whose tensors are float32 in memory."""
-    is_wide = isinstance(plan, Experts) and plan.router.is_wide
-    always = (TensorRole.CHOICE_BIAS, TensorRole.STATE_DECAY, TensorRole.STATE_DT, TensorRole.MAMBA_SKIP)
-    always_wide = (*always, TensorRole.ENTRY_BIAS, TensorRole.INDEX_BIAS, *STREAM_ROLES)
-    return (*always_wide, TensorRole.ROUTER) if is_wide else always_wide
+    inner = plan.known_feed_forward
+    found: tuple[TensorRole, ...] = (TensorRole.CHOICE_BIAS, TensorRole.MAMBA_SKIP)
+    found += (TensorRole.STATE_DECAY, TensorRole.STATE_DT, TensorRole.ENTRY_BIAS, TensorRole.INDEX_BIAS)
+    if plan.connection is not None and plan.connection.is_wide:
+        found += STREAM_ROLES
+    return (*found, TensorRole.ROUTER) if isinstance(inner, Experts) and inner.router.is_wide else found

@@ -63,7 +63,7 @@ class PartsOrigin:
 class LoadedWeights:
     """`embeddings` is set for FIRST only, `collapse`, `final_norm` and `head` for LAST only.
 
-    Only models of several residual streams have a `collapse`.
+    Only models of several residual streams have a `collapse`, and some of them have no `final_norm`.
     """
 
     layers: tuple[DecoderLayer, ...]
@@ -102,7 +102,8 @@ def parts_of(config: Blueprint, needed: NeededParts) -> list[ModelPart]:
     if needed.has_head:
         if config.collapse is not None:
             found.append(ModelPart(COLLAPSE, tuple(collapse_shapes(config))))
-        found.append(ModelPart(FINAL_NORM, final_norm_tensors(config)))
+        if config.final_norm is not None:
+            found.append(ModelPart(FINAL_NORM, final_norm_tensors(config)))
         if not (needed.is_tied and needed.has_embeddings):
             found.append(ModelPart(HEAD, (head_tensor(config),)))
     return found
@@ -271,10 +272,11 @@ class PartReader:
         return weights
 
     def _collapse(self, progress: ReadProgress) -> StreamTensors:
-        config = self._config
-        assert config.collapse is not None, "a model of one residual stream"
-        shapes = config.collapse.shapes(config.hidden_size)
-        tensors = {kind: self._new(*shape).float() for kind, shape in shapes.items()}
+        config, plan = self._config, self._config.collapse
+        assert plan is not None, "a model of one residual stream"
+        tensors = {kind: self._new(*shape) for kind, shape in plan.shapes(config.hidden_size).items()}
+        if plan.is_wide:
+            tensors = {kind: tensor.float() for kind, tensor in tensors.items()}
         names = map(config.names.of_collapse, tensors)
         destinations = dict(zip(names, tensors.values(), strict=True))
         load_tensors(self._checkpoint, destinations, reads=self._reads, progress=progress)
@@ -349,6 +351,7 @@ class PartLoader:
                 assert isinstance(part.name, int), "a layer has a number"
                 parts.layers[part.name] = DecoderLayer(config.layers[part.name], weights, self._kernels)
             case NormWeights():
+                assert config.final_norm is not None, "a norm that the model lacks"
                 parts.final_norm = operations(self._kernels).norm(config.final_norm, weights)
             case Mapping():
                 assert config.collapse is not None, "a model of one residual stream"

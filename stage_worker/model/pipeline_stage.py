@@ -84,7 +84,7 @@ class PipelineStage(ABC):
         self.kernels = kernels
         self._ropes = ropes
         self._windows = frozenset(self.windows)
-        self.is_hashed = any(layer.is_hashed for layer in config.layers[layer_begin:layer_end])
+        self.needs_tokens = any(layer.needs_tokens for layer in config.layers[layer_begin:layer_end])
         self._paged = [mixer for mixer in mixers if not isinstance(mixer, Pageless)]
         self.is_recurrent = any(recurrent_of(layer) for layer in config.layers[layer_begin:layer_end])
         self._compressors = compressors_of(mixers)

@@ -10,7 +10,7 @@ get the angle 0. Source: Su et al. 2021, arXiv:2104.09864.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -75,15 +75,20 @@ class RotaryTable:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """What the tables of a mixer depend on. Layers look one up in each step: the hash is kept."""
+    """What the tables of a mixer depend on. Layers look one up in each step: the hash is kept.
+
+    With `stride`, the table has its multiples from 0 to the end of the step's longest sequence, and not the
+    positions of the step.
+    """
 
     rope: RopeConfig | None
     head_dim: int
     growth: QueryGrowth | None
+    stride: int | None = None
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.rope, self.head_dim, self.growth)))
+        object.__setattr__(self, "_hash", hash((self.rope, self.head_dim, self.growth, self.stride)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -93,9 +98,36 @@ class Rotary:
         width = mixer.head_dim if isinstance(mixer, Attention) else max(2, mixer.rope_dim)
         return cls(mixer.rope, width, mixer.query_growth)
 
+    @classmethod
+    def of_queries(cls, mixer: Attention) -> Rotary:
+        """Of the queries of an indexer of blocks."""
+        assert mixer.indexer is not None, "a layer without an indexer"
+        return cls(index_rope(mixer), mixer.indexer.head_dim, None)
+
+    @classmethod
+    def of_blocks(cls, mixer: Attention) -> Rotary:
+        """Of the keys of an indexer of blocks."""
+        assert mixer.indexer is not None, "a layer without an indexer"
+        return cls(index_rope(mixer), mixer.indexer.head_dim, None, mixer.indexer.block_size)
+
+    @classmethod
+    def all_of(cls, mixer: Attention | Latent | Compressed) -> tuple[Rotary, ...]:
+        """All that the layers of a mixer look up."""
+        if isinstance(mixer, Attention) and mixer.indexer is not None:
+            return cls.of(mixer), cls.of_queries(mixer), cls.of_blocks(mixer)
+        return (cls.of(mixer),)
+
+
+def index_rope(mixer: Attention) -> RopeConfig | None:
+    """The rotation of an indexer of blocks: of as many elements as in a head of attention."""
+    rope = mixer.rope
+    return None if rope is None else replace(rope, width=rope.width or mixer.head_dim)
+
 
 def rotary_table(key: Rotary, rope: Rope, positions: Tensor, *, end: int) -> RotaryTable:
-    """The table of `positions` int64 [n], which are below `end`."""
+    """The table of `positions` int64 [n], which are below `end`, or see `Rotary.stride`."""
+    if key.stride is not None:
+        positions = torch.arange(0, end, key.stride, device=positions.device)
     cos, sin = rope.cos_sin(positions, end=end)
     return RotaryTable(cos=cos, sin=sin, query_scale=_query_scale(key.growth, positions, cos, end=end))
 

@@ -20,7 +20,7 @@ from stage_worker.model.layer_weights import (
     LayerWeights,
 )
 from stage_worker.model.projections import Weight
-from stage_worker.model.rope import head_order
+from stage_worker.model.rope import head_order, index_rope
 
 
 def arrange_stacks(config: Blueprint, layer: int, destinations: Destinations) -> None:
@@ -75,6 +75,7 @@ def reorder_heads(mixer: Mixer, weights: LayerWeights) -> None:
         return
     if mixer.has_output_gate:
         _separate_gates(mixer, weights)
+    _reorder_block_indexer(mixer, weights)
     if mixer.rope is None or (order := head_order(mixer.rope, mixer.head_dim)) is None:
         return
     assert not mixer.value_is_key, "values would be reordered, too"
@@ -91,6 +92,18 @@ def reorder_heads(mixer: Mixer, weights: LayerWeights) -> None:
     ]
     for tensor in rows:
         heads = torch.unflatten(tensor, 0, (-1, mixer.head_dim))
+        heads.copy_(heads[:, order])
+
+
+def _reorder_block_indexer(mixer: Attention, weights: LayerWeights) -> None:
+    """`reorder_heads` for an indexer's queries and keys, before and after their norms."""
+    plan, given, rope = mixer.indexer, weights.mixer, index_rope(mixer)
+    if plan is None or rope is None or (order := head_order(rope, plan.head_dim)) is None:
+        return
+    assert isinstance(given, AttentionWeights) and isinstance(given.index, Tensor), "weights of another kind"
+    norms = [weights.norms[role].weight for role in (TensorRole.INDEX_Q_NORM, TensorRole.INDEX_K_NORM)]
+    for tensor in (given.index, *norms):
+        heads = torch.unflatten(tensor, 0, (-1, plan.head_dim))
         heads.copy_(heads[:, order])
 
 

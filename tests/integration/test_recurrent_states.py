@@ -18,17 +18,17 @@ from tests.integration.test_self_check import is_decided
 
 LAYERS = (2, 1, 2)
 """FIRST has recurrent layers and others, in Kimi Linear with pages of latents; MIDDLE has no recurrent layer
-in Nemotron-H, and no attention.
+in Nemotron-H, and no attention. FIRST and LAST have n-grams in Qwen4-Exp.
 """
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        "qwen3_next",
+        "qwen4_exp_text",
         *(
             pytest.param(name, marks=pytest.mark.full)
-            for name in ("granitemoehybrid", "nemotron_h", "kimi_linear", "falcon_h1")
+            for name in ("qwen3_next", "granitemoehybrid", "nemotron_h", "kimi_linear", "falcon_h1")
         ),
     ],
 )

@@ -32,7 +32,8 @@ _VIEWS |= {"split_with_sizes", "as_strided", "empty", "new_empty", "empty_stride
 _VIEWS |= {"empty_like", "unbind", "lift_fresh"}
 
 
-READ_WHOLE = [name for name, settings in FAMILIES.items() if "index_topk" not in settings]
+_CHOICES = {"index_topk", "indexer_budget"}
+READ_WHOLE = [name for name, settings in FAMILIES.items() if not _CHOICES & settings.keys()]
 """Families whose queries attend to all tokens: `Kernels.of` leaves those with indexers to torch."""
 
 

@@ -17,6 +17,7 @@ from transformers import (
     Mistral3Config,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
+    Qwen4ExpConfig,
 )
 
 from checkpoint import (
@@ -179,13 +180,35 @@ MIXTURE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("is_mixture", [False, True])
-def test_the_text_of_qwen_3_5_is_served_without_images_and_drafts(tmp_path: Path, is_mixture: bool) -> None:
+STREAMS: dict[str, Any] = {
+    "hc_lowrank": 20,
+    "ple_layer_ids": [3],
+    "ple_conv_kernel_size": 3,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 4,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "output_gate_type": "sigmoid",
+    "eos_token_id": 3,
+}
+QWENS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen3_5": (Qwen3_5Config, {}),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, MIXTURE),
+    "qwen4_exp": (Qwen4ExpConfig, MIXTURE | STREAMS),
+}
+
+
+@pytest.mark.parametrize("name", QWENS)
+def test_the_text_of_qwen_is_served_without_images_and_drafts(tmp_path: Path, name: str) -> None:
     """All three positions of a text's tokens are the same."""
     torch.manual_seed(0)
-    text = TEXT | RECURRENT | (MIXTURE if is_mixture else {})
-    new = Qwen3_5MoeConfig if is_mixture else Qwen3_5Config
-    model = AutoModelForImageTextToText.from_config(new(text_config=text, vision_config=SMALL_VISION))
+    new, more = QWENS[name]
+    config = new(text_config=TEXT | RECURRENT | more, vision_config=SMALL_VISION)
+    model = AutoModelForImageTextToText.from_config(config)
     model.save_pretrained(tmp_path)
     with torch.inference_mode():
         expected = model.eval()(torch.tensor([TOKENS])).logits[0]
@@ -302,6 +325,10 @@ def test_defaults_are_those_of_transformers(row: Any) -> None:
         given["hidden_size_per_layer_input"] = 0
     if row.model_type == "deepseek_v2":  # which has no default
         given["num_experts_per_tok"] = 6
+    if row.model_type == "qwen4_exp_text":  # which has no default of the indexer, and by default no n-grams
+        given |= dict.fromkeys(("indexer_n_heads", "indexer_kv_heads"), 1)
+        given |= {"indexer_head_dim": 256, "indexer_budget": 64, "indexer_compress_ratio": 4}
+        given |= {"ple_layer_ids": [1], "eos_token_id": 5}
     if row.model_type in ("granitemoehybrid", "bamba"):  # by default no layer has attention: refused
         given["num_hidden_layers"] = 2
         is_by_index = "attn_layer_indices" in given
@@ -336,6 +363,7 @@ _NO_DEFAULTS = {
     ("glm4_moe", "num_attention_heads"),
     ("granitemoehybrid", "layer_types"),
     ("bamba", "attn_layer_indices"),
+    *(("qwen4_exp_text", key) for key in ("ple_layer_ids", "eos_token_id")),
     ("nemotron_h", "layers_block_type"),  # transformers' is that of no model
 }
 """Fields whose default is not compared."""

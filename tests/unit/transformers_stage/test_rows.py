@@ -27,7 +27,7 @@ LATENT = (
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa", "hy_v4"),
 )
 RECURRENT = (
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "qwen4_exp_text"),
     *(
         "granitemoehybrid",
         "granitemoehybrid+dense",

@@ -33,7 +33,7 @@ from checkpoint import (
 from checkpoint.blueprint import RouterScore
 from checkpoint.catalog import BF16_SPREAD, NUM_CUTS
 from stage_worker.loading.reference import StreamedModel
-from stage_worker.model import compressed_attention, experts, latent_attention
+from stage_worker.model import block_indexer, compressed_attention, experts, indexer, latent_attention
 from tests.checkpoints import load_reference
 from tests.families import (
     BLOCK_KINDS,
@@ -196,9 +196,9 @@ def index_gaps_checked(config: Blueprint) -> Iterator[None]:
                 gaps.append(float((best[count - 1] - best[count]) / seen.std()))
         return choose(scores, count, hidden)
 
-    choose = latent_attention.chosen_tokens
+    choose = indexer.chosen_tokens
     with pytest.MonkeyPatch.context() as patch:
-        for module in (latent_attention, compressed_attention):
+        for module in (latent_attention, compressed_attention, block_indexer):
             patch.setattr(module, "chosen_tokens", recorded)
         yield
     assert bool(gaps) == any(has_index(kind.mixer) for kind in config.kinds)

@@ -21,11 +21,14 @@ from wire.errors import StepFault, StepFaultKind
 from wire.steps import Prefill, Step
 
 NUM_TOKENS = 12
+FAMILIES = ("qwen3_5_text", "granitemoehybrid", "kimi_linear", "falcon_h1", "qwen4_exp_text")
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "granitemoehybrid", "kimi_linear", "falcon_h1"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of each recurrent mixer, and one with a recurrent mixer beside attention."""
+    """A model of each recurrent mixer, one with such a mixer beside attention, and one with states of two
+    shapes, token ids among them.
+    """
     return make_family(tmp_path_factory.mktemp("recurrent") / "model", request.param)
 
 

@@ -1,0 +1,89 @@
+"""Plans of Qwen3.8-Flash-Next: a table of 102 GB in one layer, of which a step reads a few rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from checkpoint import Blueprint, DType, parse_config, stage_weight_bytes
+from checkpoint.held import table_bytes
+from coordinator.planner.layer_kinds import layer_kinds
+from coordinator.planner.plan import DeviceKind, PlanImpossible, StepLimits
+from coordinator.planner.planner import make_plan
+from coordinator.planner.stage_memory import StageMemory
+from tests.unit.checkpoint.test_ngrams import PUBLISHED
+from tests.unit.coordinator.planner.small_models import GIB, workers
+
+LIMITS = StepLimits(max_step_tokens=512, max_step_sequences=8, max_sequence_tokens=16384)
+TABLE_BYTES = 320_001_536 * 160 * 2
+
+
+@pytest.fixture(scope="module")
+def config() -> Blueprint:
+    return parse_config(PUBLISHED)
+
+
+def memory_of(config: Blueprint, limits: StepLimits = LIMITS) -> StageMemory:
+    return StageMemory(config=config, dtype=DType.BF16, limits=limits, block_size=16, num_stages=4)
+
+
+def test_the_weights_are_those_of_the_published_files(config: Blueprint) -> None:
+    """125.74 and 51.2 thousand million elements."""
+    found = stage_weight_bytes(config, DType.BF16, 0, 48, has_embeddings=True, has_head=True)
+    assert found == pytest.approx(2 * (125.74e9 + 51.2e9), rel=1e-4)
+
+
+def test_a_table_takes_memory_and_no_time(config: Blueprint) -> None:
+    memory, with_ngrams, without = memory_of(config), 1, 0
+    assert table_bytes(config.layers[with_ngrams], DType.BF16) == TABLE_BYTES
+    of_projections = (10240 * 2560 + 2560 * 2560 + 10240 * (4 + 3) + 3 + 2 * 16) * 2
+    sizes, costs = memory.layer_bytes, memory.layer_costs()
+    assert sizes[with_ngrams] - sizes[without] == TABLE_BYTES + of_projections
+    assert costs[with_ngrams] - costs[without] == of_projections
+
+
+def test_a_plan_puts_the_table_where_it_fits_and_balances_the_rest(config: Blueprint) -> None:
+    plan = make_plan(config, DType.BF16, workers(192 * GIB, 96 * GIB, 96 * GIB), limits=LIMITS, block_size=16)
+    assert plan.stages[0].layer_end > 1 and plan.stages[0].weight_bytes > TABLE_BYTES
+    assert all(stage.total_bytes <= stage.memory_bytes for stage in plan.stages)
+    costs = [sum(memory_of(config).layer_costs()[s.layer_begin : s.layer_end]) for s in plan.stages]
+    assert max(costs) < 1.5 * min(costs)
+
+
+def test_a_gpu_is_refused_by_name(config: Blueprint) -> None:
+    """Also where no layer is recurrent."""
+    attention = replace(config, layers=(config.layers[3],) * 2, legal_cuts=frozenset())
+    (worker,) = workers(512 * GIB)
+    for one in (config, attention):
+        with pytest.raises(PlanImpossible, match=r"mixing of gated .* 'qwen4_exp_text' is computed on CPUs"):
+            make_plan(one, DType.BF16, [replace(worker, device=DeviceKind.GPU)], limits=LIMITS, block_size=16)
+
+
+def test_layers_are_named_by_what_they_do(config: Blueprint) -> None:
+    plan = make_plan(config, DType.BF16, workers(*[128 * GIB] * 4), limits=LIMITS, block_size=16)
+    kinds = {kind.name.partition(" + 10 of")[0]: kind for kind in layer_kinds(config, plan).kinds}
+    assert list(kinds) == [
+        "Gated DeltaNet",
+        "Gated DeltaNet + n-grams",
+        "attention to 512 indexed blocks of 4 tokens",
+    ]
+    attention = kinds["attention to 512 indexed blocks of 4 tokens"]
+    assert attention.kv_bytes_per_token == (2 * 2 * 256 + 128) * 2
+    assert kinds["Gated DeltaNet"].kv_bytes_per_token == 0
+
+
+def test_a_state_has_the_inputs_of_the_convolution_and_token_ids(config: Blueprint) -> None:
+    of_layers = memory_of(config).state_bytes
+    assert of_layers[1] - of_layers[0] == 10240 * 9 * 2 + 2 * 4
+    assert of_layers[3] == 0
+
+
+def test_memory_of_a_choice_begins_beyond_the_budget(config: Blueprint) -> None:
+    """Up to 2,048 tokens nothing is scored."""
+    role_bytes = []
+    for longest in (2048, 2051, 2052):
+        limits = StepLimits(max_step_tokens=64, max_step_sequences=1, max_sequence_tokens=longest)
+        memory = memory_of(config, limits)
+        role_bytes.append(memory._index_bytes(config.layers[3].mixer, longest, longest))
+    assert role_bytes[0] == role_bytes[1] == 0 < role_bytes[2]
