@@ -198,7 +198,7 @@ PAGES: dict[str, Row] = {
 
 @cache
 def sources_of_tests(path: Path) -> dict[str, str]:
-    """Source of each test that every change runs, with the functions and constants of its file that it uses."""
+    """Source of each test that every change runs, with what it uses of its file."""
     text = path.read_text()
     module = ast.parse(text)
     defined = dict(_definitions(module))
