@@ -175,6 +175,7 @@ async def test_requests_attach_again_when_the_connection_breaks() -> None:
         assert (await cluster.wait_drained()).requests.finished == 4
 
 
+@pytest.mark.full
 async def test_requests_continue_at_a_coordinator_restarted_with_its_journal(tmp_path: Path) -> None:
     async with mock_cluster(2, journal=tmp_path / "j.db") as first, ByteProxy(first.address) as proxy:
         link = Link(proxy.address)

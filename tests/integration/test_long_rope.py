@@ -15,6 +15,7 @@ ORIGINAL = 64
 LONG, SHORT = tuple(range(20, 20 + ORIGINAL + 6)), tuple(range(20, 34))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("max_model_len", "prompt"), [(None, LONG), (ORIGINAL, SHORT)])
 async def test_a_checked_cluster_answers_like_transformers(
     max_model_len: int | None, prompt: tuple[int, ...], tmp_path: Path

@@ -43,6 +43,7 @@ def weight_bytes(path: Path) -> int:
     )
 
 
+@pytest.mark.full
 async def test_a_model_of_a_hub_serves_tokens_texts_and_structured_output(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def store_cluster(directory: Path, *, waits: bool = True, num_workers: int = len
     )
 
 
+@pytest.mark.full
 async def test_a_model_in_s3_is_planned_fetched_and_serves_the_same_tokens(
     server: S3Server, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ def remote_cluster(location: str, directory: Path, **settings: object) -> Cluste
     )
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_tensors", [0, 7], ids=["one file", "shards"])
 async def test_each_worker_fetches_only_its_tensors(made: Path, tmp_path: Path, num_tensors: int) -> None:
     (source := tmp_path / "source").mkdir()
@@ -96,6 +97,7 @@ async def test_workers_without_the_file_fetch_it_from_the_coordinator(
     await serve_from_the_coordinator(path, tmp_path, monkeypatch)
 
 
+@pytest.mark.full
 async def test_texts_and_structured_output_of_a_remote_file(tmp_path: Path) -> None:
     (source := tmp_path / "source").mkdir()
     path = write_gguf(source / "stories.gguf", MODEL_DIRECTORY, quantised("BF16"), pre="gpt-2")

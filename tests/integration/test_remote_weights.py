@@ -170,6 +170,7 @@ async def test_workers_join_again_by_themselves_after_an_outage_of_the_source(
             await tokens_of(cluster)
 
 
+@pytest.mark.full
 async def test_workers_join_again_by_themselves_when_the_disk_has_room(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +211,7 @@ async def test_a_worker_joins_again_by_itself_when_its_cache_is_no_longer_in_use
             await tokens_of(cluster)
 
 
+@pytest.mark.full
 async def test_the_self_check_takes_its_reference_from_the_manifest(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

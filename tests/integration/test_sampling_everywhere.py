@@ -223,7 +223,7 @@ async def test_tokens_are_the_same_after_preemptions(
     assert restarts(answers) > 3
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_tokens_are_the_same_after_a_worker_loss_while_decoding(
     llama: Path, solo: list[Tokens], stage: int

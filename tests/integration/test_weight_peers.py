@@ -115,6 +115,7 @@ async def test_hosts_without_the_path_fetch_from_the_coordinator(
     assert len(held) == 1 and held.pop().startswith("llama-")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_wrong", [1, 100], ids=["once", "always"])
 async def test_wrong_bytes_in_a_cache_are_fetched_again_without_a_restart(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_wrong: int

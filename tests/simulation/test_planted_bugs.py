@@ -18,10 +18,14 @@ RARE = ("answers_to_an_earlier_start_count", "who_prefills_is_forgotten_when_an_
 """Seen by one of some hundred schedules, each time by another one."""
 
 
+QUICK = ("a_shared_page_is_freed_with_its_first_owner", "a_slot_keeps_the_state_of_the_sequence_before")
+"""Seen within seconds."""
+
+
 def _tier(bug: str) -> tuple[pytest.MarkDecorator, ...]:
     if bug in RARE:
         return (pytest.mark.nightly,)
-    return (pytest.mark.full,) if bug in CAUGHT_BY else ()
+    return () if bug in QUICK else (pytest.mark.full,)
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=_tier(bug)) for bug in BUGS])

@@ -10,12 +10,14 @@ from bench.harness.ring_message import Lap
 LAP = Lap(80, 2048, 40)
 
 
+@pytest.mark.full
 async def test_every_message_passes_all_nodes_of_a_ring_again_and_again() -> None:
     async with RawRing(2, pause_s=0.002) as ring:
         assert 0 < await ring.rate(LAP, settle_s=0.02, window_s=0.1) < 1 / 0.002
         assert await ring.lap(LAP, num_laps=5) > 0
 
 
+@pytest.mark.full
 async def test_a_ring_that_ends_with_messages_in_flight_prints_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -103,7 +103,7 @@ def steps(log: Log, samplings: tuple[StepSampling, ...], *, epoch: int = 1) -> l
     return found
 
 
-@pytest.mark.matrix(14)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS.keys())
 @pytest.mark.parametrize("stage", [0, 1, 2], ids=["FIRST", "MIDDLE", "LAST"])

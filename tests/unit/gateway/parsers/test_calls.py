@@ -321,6 +321,7 @@ def _loads(text: str) -> object:
         return None
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("family", sorted(TOOL_FORMATS))
 @pytest.mark.parametrize(
     "unit", ["<", "<tool_call>", '<tool_call>{"', "[TOOL_CALLS][", " ", "{", '{"name": "']

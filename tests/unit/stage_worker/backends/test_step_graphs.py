@@ -438,6 +438,7 @@ def test_what_a_graph_sends_equals_what_an_eager_step_sends(
     assert sending.recorder.num_replays >= 1
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("wire_dtype", [None, ScaledDType.I8])
 @pytest.mark.parametrize("stage", [0, 1], ids=["FIRST", "MIDDLE"])
 def test_a_graph_that_computes_non_finite_values_is_a_fault_of_the_stage(

@@ -22,7 +22,7 @@ def _assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal((found + 0.0).view(kind), (expected + 0.0).view(kind))
 
 
-@pytest.mark.matrix(9)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_matrix_is_unpacked_bit_by_bit_in_windows_of_any_size(form: str, tmp_path: Path) -> None:
     weights = write_quantized(tmp_path, FORMATS[form])
