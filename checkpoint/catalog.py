@@ -222,7 +222,6 @@ _LLAMA = next(row for row in ARCHITECTURES if row.model_type == "llama")
 _UNSHOWN = {
     *("model_type", "class_name", "title", "keys", "defaults", "head_dim", "has_kv_heads_default"),
     *("windows", "window_pattern", "activation_key", "fixed", "reasons", "same", "other_keys"),
-    "other_names",
 }
 """Names, defaults, and what other columns show."""
 _WORDS: Mapping[str, Callable[[Architecture], list[str]]] = {

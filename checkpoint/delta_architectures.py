@@ -7,7 +7,7 @@ from dataclasses import replace
 from checkpoint.blueprint import NormKind, NormSpan, Placement
 from checkpoint.family_rules import Architecture, ExpertRule, LatentRule, NormRule, SparseLayers, Streams
 from checkpoint.latent_architectures import GROUPED_EXPERTS, LATENT_KEYS, LATENT_SIZES
-from checkpoint.names import LLAMA_NAMES, STACKED_EXPERTS, Pack, TensorRole, renamed
+from checkpoint.names import LLAMA_NAMES, STACKED_EXPERTS, Pack, TensorRole, or_with, renamed
 from checkpoint.recurrent import DeltaLayout
 from checkpoint.rope_config import RopeRule
 
@@ -135,7 +135,7 @@ DELTA_ARCHITECTURES: tuple[Architecture, ...] = (
             f"{_DELTA_KEYS} num_experts num_experts_per_tok moe_intermediate_size"
             " shared_expert_intermediate_size"
         ),
-        names=replace(renamed(SHARED_EXPERT), other_packs=STACKED_EXPERTS, ignored=_DRAFTS),
+        names=or_with(replace(renamed(SHARED_EXPERT), ignored=_DRAFTS), *STACKED_EXPERTS),
         rope=RopeRule(partial=0.25, has_sections=True),
         head_dim=256,
         has_kv_heads_default=False,
@@ -155,7 +155,7 @@ DELTA_ARCHITECTURES: tuple[Architecture, ...] = (
         class_name="KimiLinearForCausalLM",
         title="Kimi Linear",
         keys=_keys(_KIMI_KEYS),
-        names=replace(renamed(_KIMI_MODULES), other_packs=_SAVED_MLP),
+        names=or_with(renamed(_KIMI_MODULES), *_SAVED_MLP),
         latent=LatentRule(is_rotated=False),
         has_kimi_delta=True,
         experts=replace(
@@ -180,11 +180,13 @@ DELTA_ARCHITECTURES: tuple[Architecture, ...] = (
             f"{_DELTA_KEYS} {_STREAM_KEYS} {_BLOCK_KEYS} {_NGRAM_KEYS} output_gate_type num_experts"
             " num_experts_per_tok moe_intermediate_size norm_topk_prob shared_expert_intermediate_size"
         ),
-        names=replace(
-            renamed(SHARED_EXPERT | _STREAMS),
-            collapse="hyper_connection_mixer.{kind}",
-            other_packs=STACKED_EXPERTS,
-            ignored=_DRAFTS,
+        names=or_with(
+            replace(
+                renamed(SHARED_EXPERT | _STREAMS),
+                collapse="hyper_connection_mixer.{kind}",
+                ignored=_DRAFTS,
+            ),
+            *STACKED_EXPERTS,
         ),
         rope=RopeRule(partial=1.0, has_sections=True),
         head_dim=256,

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoint.architectures import architecture_of
 from checkpoint.blueprint import Blueprint
 from checkpoint.config import parse_config, parse_dtype
 from checkpoint.dtypes import DType
 from checkpoint.errors import CheckpointNotFound, UnsupportedFormat
-from checkpoint.family_rules import Architecture
 from checkpoint.files import CONFIG_FILE, is_named, read_json_object
 from checkpoint.generation_config import read_generation_config
 from checkpoint.headers import Headers, TensorEntry, read_headers
@@ -19,7 +17,6 @@ from checkpoint.other_families import has_row, parse_other, refuse_other
 from checkpoint.quantization import Quantization
 from checkpoint.quantization_config import FIELD as QUANTIZATION_FIELD
 from checkpoint.quantization_config import modelopt_config
-from checkpoint.tensors import layer_tensors
 from checkpoint.wrappers import is_wrapper, named_as_in, text_config
 
 MODELOPT_FILE = "hf_quant_config.json"
@@ -80,7 +77,6 @@ def parse_named(raw: Mapping[str, object], tensors: Mapping[str, TensorEntry]) -
     config = parse_config(raw, stored_dtype=DType.F32)
     if is_wrapper(raw):
         config = named_as_in(config, tensors)
-    config = _named_as_found(config, architecture_of(text_config(raw)), tensors)
     config = replace(config, names=config.names.as_in(tensors, config.num_layers))
     embeddings = tensors.get(config.names.embeddings)
     # A quantised dtype is refused later.
@@ -89,13 +85,3 @@ def parse_named(raw: Mapping[str, object], tensors: Mapping[str, TensorEntry]) -
     if isinstance(quantization, Quantization):
         quantization = quantization.matching(tensors)
     return replace(config, dtype=parse_dtype(text_config(raw), dtype), quantization=quantization)
-
-
-def _named_as_found(config: Blueprint, row: Architecture, tensors: Mapping[str, TensorEntry]) -> Blueprint:
-    """`config` with another table of names of its family, if `tensors` have all vectors of layer 0 by it."""
-    for names in row.other_names:
-        named = replace(config, names=names)
-        vectors = (tensor.name for tensor in layer_tensors(named, 0) if not tensor.is_matrix)
-        if all(name in tensors for name in vectors):
-            return named
-    return config

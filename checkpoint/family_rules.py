@@ -262,8 +262,8 @@ class Architecture:
     `has_ngrams`: some layers add embeddings of n-grams. `aliases` are further model types of the same
     computation. `width_key` is the field of the width of MLPs.
     `window_pattern`: every n-th layer has full attention if `Windows.PATTERN` is not given layer by layer.
-    `title` names the models for people; None: the name of the class. `other_names` are tables of names
-    that some checkpoints have instead of `names`. `streams`: there are several residual streams.
+    `title` names the models for people; None: the name of the class. `streams`: there are several residual
+    streams.
     """
 
     model_type: str
@@ -272,7 +272,6 @@ class Architecture:
     title: str | None = None
     aliases: frozenset[str] = frozenset()
     names: NameTable = LLAMA_NAMES
-    other_names: tuple[NameTable, ...] = ()
     windows: Windows = Windows.NONE
     window_pattern: int = 0
     rotation: Rotation = Rotation.ALL

@@ -14,26 +14,26 @@ from checkpoint.family_rules import (
     SparseLayers,
     Streams,
 )
-from checkpoint.names import STACKED_EXPERTS, Pack, TensorRole, renamed
+from checkpoint.names import STACKED_EXPERTS, Pack, TensorRole, or_with, renamed
 from checkpoint.rope_config import RopeRule
 
-_HY_4_NAMES = replace(
-    renamed(
-        {TensorRole.OUTPUT_GATE: "self_attn.linear_gate"},
-        Pack(module="self_attn", roles=(TensorRole.SINKS,), kind="learnable_sink_param"),
-        Pack(module="hc_attn_layer.hc_pre.hc", roles=(TensorRole.MIXER_STREAMS,), has_kind=False),
-        Pack(module="hc_mlp_layer.hc_pre.hc", roles=(TensorRole.FFN_STREAMS,), has_kind=False),
-        *STACKED_EXPERTS,
+_HY_4_NAMES = or_with(
+    replace(
+        renamed(
+            {TensorRole.OUTPUT_GATE: "self_attn.linear_gate"},
+            Pack(module="self_attn", roles=(TensorRole.SINKS,), kind="learnable_sink_param"),
+            Pack(module="hc_attn_layer.hc_pre.hc", roles=(TensorRole.MIXER_STREAMS,), has_kind=False),
+            Pack(module="hc_mlp_layer.hc_pre.hc", roles=(TensorRole.FFN_STREAMS,), has_kind=False),
+            *STACKED_EXPERTS,
+        ),
+        collapse="hc_head.hc_head_{kind}",
+        drafts_module="mtp_layers",
     ),
-    collapse="hc_head.hc_head_{kind}",
-    drafts_module="mtp_layers",
-    other_packs=(
-        Pack(module="mlp.linear_gate", roles=(TensorRole.GATE,)),
-        Pack(module="mlp.shared_experts.linear_gate", roles=(TensorRole.SHARED_GATE,)),
-        Pack(module="hc_pre.hc_attn_layer.hc", roles=(TensorRole.MIXER_STREAMS,), has_kind=False),
-        Pack(module="hc_pre.hc_mlp_layer.hc", roles=(TensorRole.FFN_STREAMS,), has_kind=False),
-    ),
-    other_collapse="hc_pre.hc_head.hc_head_{kind}",
+    Pack(module="mlp.linear_gate", roles=(TensorRole.GATE,)),
+    Pack(module="mlp.shared_experts.linear_gate", roles=(TensorRole.SHARED_GATE,)),
+    Pack(module="hc_pre.hc_attn_layer.hc", roles=(TensorRole.MIXER_STREAMS,), has_kind=False),
+    Pack(module="hc_pre.hc_mlp_layer.hc", roles=(TensorRole.FFN_STREAMS,), has_kind=False),
+    collapse="hc_pre.hc_head.hc_head_{kind}",
 )
 """Published names; the others are those of transformers' save_pretrained, which should restore the first."""
 _HY_4_SWITCHES: dict[str, object] = {

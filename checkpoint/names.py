@@ -243,8 +243,7 @@ class NameTable:
     All names but the head's begin with `prefix`, which a wrapper of several modalities makes longer. Tensors
     that begin with one of `ignored` belong to other modalities. Draft layers are in `drafts_module`, by
     default after the last layer. `collapse` is the name of tensor `{kind}` of the collapse of residual
-    streams. Files may have all `other_packs`, and `other_collapse`, instead of the modules of their roles,
-    see `as_in`.
+    streams. `others` are tables that some files of the family have instead, see `as_in`.
     """
 
     prefix: str = "model."
@@ -256,16 +255,22 @@ class NameTable:
     collapse: str = "hc_head.hc_{kind}"
     packs: tuple[Pack, ...] = ()
     ignored: tuple[str, ...] = ()
-    other_packs: tuple[Pack, ...] = ()
-    other_collapse: str | None = None
+    others: tuple[NameTable, ...] = ()
 
     def as_in(self, tensors: Container[str], num_layers: int) -> NameTable:
-        """The names that files with `tensors` have."""
-        names = (pack.tensor("weight", None) for pack in self.other_packs)
-        if not any(self.in_layer(layer, name) in tensors for name in names for layer in range(num_layers)):
-            return self
-        collapse = self.other_collapse or self.collapse
-        return replace(self, packs=(*self.other_packs, *self.packs), collapse=collapse)
+        """This table, or the first of `others` that names one of `tensors` as this one does not."""
+        return next((other for other in self.others if other._is_seen(self, tensors, num_layers)), self)
+
+    def at(self, prefix: str, head: str, ignored: tuple[str, ...]) -> NameTable:
+        """This table and `others` with another place of the text model, see `named_as_in`."""
+        others = tuple(other.at(prefix, head, ignored) for other in self.others)
+        return replace(self, prefix=prefix, head=head, ignored=ignored, others=others)
+
+    def _is_seen(self, usual: NameTable, tensors: Container[str], num_layers: int) -> bool:
+        if self.embeddings != usual.embeddings and self.embeddings in tensors:
+            return True
+        own = [pack.tensor("weight", None) for pack in self.packs if pack not in usual.packs]
+        return any(self.in_layer(layer, name) in tensors for name in own for layer in range(num_layers))
 
     @property
     def embeddings(self) -> str:
@@ -291,6 +296,12 @@ class NameTable:
 
 
 LLAMA_NAMES = NameTable()
+
+
+def or_with(names: NameTable, *packs: Pack, collapse: str | None = None) -> NameTable:
+    """`names`, of a family some of whose files have `packs`, and `collapse`, instead of theirs."""
+    other = replace(names, packs=(*packs, *names.packs), collapse=collapse or names.collapse)
+    return replace(names, others=(*names.others, other))
 
 
 def renamed(modules: dict[TensorRole, str], *packs: Pack) -> NameTable:

@@ -170,9 +170,9 @@ def named_as_in(config: Blueprint, tensors: Mapping[str, TensorEntry]) -> Bluepr
     """
     ignored = (*config.names.ignored, *_OTHERS)
     for prefix, head in _PLACES:
-        names = replace(config.names, prefix=prefix, head=head, ignored=ignored)
+        names = config.names.at(prefix, head, ignored)
         if names.embeddings in tensors:
             is_tied = config.tie_word_embeddings and head not in tensors
             return replace(config, names=names, tie_word_embeddings=is_tied)
     prefix, head = _PLACES[-1]
-    return replace(config, names=replace(config.names, prefix=prefix, head=head, ignored=ignored))
+    return replace(config, names=config.names.at(prefix, head, ignored))
