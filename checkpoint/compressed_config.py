@@ -43,7 +43,8 @@ def _layer_types(raw: RawConfig, num_layers: int) -> list[str]:
     if listed is None and ratios is not None:
         names = {0: _SLIDING} | {ratio: name for name, ratio in _RATIOS.items()}
         # The list goes on with draft layers.
-        if not isinstance(ratios, list) or len(ratios) < num_layers or any(x not in names for x in ratios):
+        is_listed = isinstance(ratios, list) and len(ratios) >= num_layers
+        if not is_listed or any(type(ratio) is not int or ratio not in names for ratio in ratios):
             raise UnsupportedModel(
                 f"config field 'compress_ratios' = {ratios!r:.120} is not supported, only one of"
                 f" {sorted(names)} for each of {num_layers} layers is"
@@ -123,11 +124,12 @@ def _ropes(raw: RawConfig, row: Architecture) -> dict[str, RopeConfig]:
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise BadConfig(f"config fields of rotary embeddings must be objects, one is {given!r:.120}")
-    is_nested = all(isinstance(given.get(name), Mapping) for name in _THETAS)
+    is_nested = any(name in given for name in _THETAS)
+    if is_nested:
+        _check_nested(raw, given)
     ropes = {}
     for name, (theta_key, theta) in _THETAS.items():
         own = given[name] if is_nested else given if name == _COMPRESS else {}
-        own = {key: value for key, value in own.items() if key not in ("main", "compress")}
         top = {key: value for key, value in raw.items() if key != "rope_scaling"}
         top |= {"rope_parameters": own, "partial_rotary_factor": partial}
         top["rope_theta"] = None if is_nested else positive_float(raw, theta_key, theta)
@@ -138,12 +140,31 @@ def _ropes(raw: RawConfig, row: Architecture) -> dict[str, RopeConfig]:
     return ropes
 
 
+def _check_nested(raw: RawConfig, given: RawConfig) -> None:
+    """Raise BadConfig unless `given` has an object for each rotary embedding, and no field contradicts it."""
+    if set(given) != set(_THETAS) or not all(isinstance(given[name], Mapping) for name in _THETAS):
+        raise BadConfig(
+            f"config field 'rope_parameters' must have {' and '.join(map(repr, _THETAS))} with objects and no"
+            f" other field, has {sorted(given)!r:.120}"
+        )
+    for name, (key, _) in _THETAS.items():
+        if raw.get(key) is not None and raw[key] != given[name].get("rope_theta", raw[key]):
+            raise BadConfig(
+                f"config fields {key!r} = {raw[key]!r:.120} and 'rope_parameters.{name}.rope_theta' ="
+                f" {given[name]['rope_theta']!r:.120} contradict"
+            )
+    if raw.get("rope_scaling") is not None and raw["rope_scaling"] != raw.get("rope_parameters"):
+        raise BadConfig("config fields 'rope_scaling' and 'rope_parameters' contradict: leave out the former")
+
+
 def _partial(raw: RawConfig) -> float:
     """Rotated part of a head."""
     head_dim, width = positive_int(raw, "head_dim"), natural_int(raw, "qk_rope_head_dim", 0)
     partial = optional_float(raw, "partial_rotary_factor")
     if partial is None:
         return width / head_dim if width else _PARTIAL
+    if not 0 < partial <= 1:
+        raise BadConfig(f"config field 'partial_rotary_factor' = {partial} is not above 0 and up to 1")
     if width and int(head_dim * partial) != width:
         raise BadConfig(
             f"config fields 'qk_rope_head_dim' = {width} and 'partial_rotary_factor' = {partial} contradict"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import BoundaryTensor
-from checkpoint.blueprint import HIDDEN_STATES
+from checkpoint.boundary import HIDDEN_STATES
 from stage_worker.backends.hop_memory import HopMemory
 from stage_worker.backends.tensor_views import from_frame, payload, to_frame
 from stage_worker.backends.transfers import (

@@ -83,7 +83,8 @@ def run_largest_step(executor: StepExecutor, assignment: Assignment, config: Blu
     """Run a step that takes the most memory, then reset: a chunk behind the longest history, and decodes of
     all other sequences behind as much history as the KV cache holds.
 
-    Nothing computes the histories, whose pages have zeros. Raises StepFault.
+    Nothing computes the histories, whose pages have zeros. Sequences with recurrent states have none, as a
+    state is that of all tokens before. Raises StepFault.
     """
     steps = _WarmupSteps(executor, assignment, config)
     batch = LargestStep.of(assignment, config)
@@ -110,10 +111,14 @@ class LargestStep:
         size, longest, groups = assignment.block_size, assignment.max_sequence_tokens, assignment.group_blocks
         visible = [_most_visible(window, size) for window in group_windows(config.cache_windows)]
         own = -(-2 // size)  # blocks of a decode: the last token of its prompt, and a second one
-        num_decodes = min(assignment.max_step_sequences, assignment.max_step_tokens, min(groups) // own) - 1
+        states = assignment.num_states or _ANY
+        sequences = min(assignment.max_step_sequences, states)
+        num_decodes = min(sequences, assignment.max_step_tokens, min(groups) // own) - 1
         num_decodes = max(0, num_decodes) if longest > 1 else 0
         free = [blocks - own * num_decodes for blocks in groups]
         tokens = min(assignment.max_step_tokens - num_decodes, longest, min(free) * size)
+        if assignment.num_states:
+            return cls(num_decodes=num_decodes, decoded_blocks=0, chunk_tokens=tokens, chunk_blocks=0)
         free = [blocks - -(-tokens // size) for blocks in free]
         chunk = min((longest - tokens) // size, *_histories(visible, free))
         share = [
@@ -139,12 +144,13 @@ def _histories(visible: Sequence[int], free: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Cached:
-    """A sequence behind `num_cached` tokens of history, with its blocks in each group."""
+    """A sequence behind `num_cached` tokens of history, with its blocks in each group, and its state."""
 
     key: SequenceKey
     tokens: tuple[int, ...]
     num_cached: int
     groups: list[ActiveSequence]
+    state: LiveState | None = None
 
     @property
     def start(self) -> StartRecord:
@@ -195,7 +201,8 @@ class _WarmupSteps:
                 for signal in group.free_signals()
             ]
             self._run(ends=(EndRecord(cached.key, 0),), signals=freed)
-        return _Cached(self._new_key(), tokens, history, self._groups(tokens, history))
+        state = None if self._states is None else LiveState(self._new_id())
+        return _Cached(self._new_key(), tokens, history, self._groups(tokens, history), state)
 
     def run_behind_history(self, decoding: Sequence[_Cached], chunk: _Cached) -> None:
         """Compute the last tokens of `decoding`, then decode them beside `chunk`."""
@@ -225,6 +232,8 @@ class _WarmupSteps:
             for group in one.groups
             for signal in group.destroy_signals()
         ]
+        states = ((one.key, one.state) for one in everything)
+        freed += [SequenceSignal(key, FreeState(state)) for key, state in states if state is not None]
         self._run(ends=tuple(EndRecord(one.key, 0) for one in everything), signals=freed)
 
     def _groups(self, tokens: tuple[int, ...], history: int) -> list[ActiveSequence]:
@@ -244,7 +253,8 @@ class _WarmupSteps:
         return found
 
     def _uses(self, one: _Cached) -> list[SequenceSignal]:
-        return [self._used(one.key, group) for group in one.groups]
+        taken = [] if one.state is None else [SequenceSignal(one.key, TakeState(one.state))]
+        return [*taken, *(self._used(one.key, group) for group in one.groups)]
 
     def _run_batch(self, *, num_sequences: int, num_tokens: int, decodes: bool) -> None:
         keys = [self._new_key() for _ in range(num_sequences)]

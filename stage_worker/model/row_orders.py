@@ -35,7 +35,8 @@ def arrange_stacks(config: Blueprint, layer: int, destinations: Destinations) ->
             ordered = stored.t() if tensor.is_transposed else stored
             if tensor.is_alternating:
                 ordered = torch.unflatten(ordered, 0, (-1, len(tensor.roles))).transpose(0, 1)
-            stored.copy_(ordered.reshape(stored.shape))
+            # A view of a square matrix would be overwritten while it is read.
+            stored.copy_(ordered.reshape(stored.shape).clone())
 
 
 def _matrices(stack: Tensor | HeldRows) -> Iterator[Tensor]:

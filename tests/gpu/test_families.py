@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint, DType, Experts
+from checkpoint import Checkpoint, DType, Experts, GatedDelta
 from checkpoint.recurrent import only_on_cpus
 from tests.checkpoints import load_reference
 from tests.families import FAMILIES, make_family
 from tests.gpu.devices import queue_of
 from tests.local_pipeline import LocalPipeline
 from tests.unit.stage_worker.model.pipeline import Pipeline
-from tests.unit.stage_worker.model.test_families import NUM_TOKENS, greedy_tokens
+from tests.unit.stage_worker.model.test_families import NUM_TOKENS, cuts_of, greedy_tokens
 from tests.unit.stage_worker.model.test_parity import (
     compute_in_chunks,
     random_sequences,
@@ -24,15 +24,19 @@ from tests.unit.stage_worker.model.test_parity import (
 
 pytestmark = pytest.mark.gpu
 
-MOST_F32 = 1e-4
-"""Largest difference of a logit, in units of their standard deviation; products in TF32 exceed it."""
+MOST_F32, MOST_DELTA_F32 = 1e-4, 5e-4
+"""Largest difference of a logit, in units of their standard deviation; products in TF32 exceed both.
+
+The second is that of Gated DeltaNet, which transformers computes in chunks of another size: on a CPU up to
+3.3e-4.
+"""
 MOST_RMS = {DType.BF16: 0.03, DType.F16: 0.004}
 """Root mean square of differences to float32 with the same weights, in units of the standard deviation.
 
 On a CPU, bfloat16 has 0.005 to 0.015 and float16 an eighth of it, as 3 more bits of a product should.
 """
 STORED = {DType.F32: "float32", DType.BF16: "bfloat16", DType.F16: "float16"}
-CUTS = [(5,), (2, 3), (1, 2, 2)]
+MOST_CUTS = 3
 
 
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.value)
@@ -51,7 +55,8 @@ def test_logits_equal_transformers_in_float32(
     expected = [reference_logits(reference, sequence.tokens) for sequence in sequences]
     assert all(logits.std() > 0.1 for logits in expected)
     if dtype is DType.F32:
-        assert max(map(_largest, found, expected)) < MOST_F32
+        has_delta = any(isinstance(kind.mixer, GatedDelta) for kind in checkpoint.config.kinds)
+        assert max(map(_largest, found, expected)) < (MOST_DELTA_F32 if has_delta else MOST_F32)
     else:
         has_experts = any(isinstance(kind.feed_forward, Experts) for kind in checkpoint.config.kinds)
         assert _typical(found, expected, has_experts=has_experts) < MOST_RMS[dtype]
@@ -93,7 +98,7 @@ def test_greedy_tokens_equal_transformers_at_every_cut(
     expected = [greedy_tokens(directory, prompt) for prompt in prompts]
     assert len(set(expected[0])) > 8, "a degenerate model proves nothing"
     has_windows = all(Checkpoint.open(directory).config.layer_windows)
-    for cut in CUTS:
+    for cut in cuts_of(Checkpoint.open(directory).config)[:MOST_CUTS]:
         pipeline = LocalPipeline(
             directory,
             cut,

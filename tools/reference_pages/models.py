@@ -40,7 +40,7 @@ Code beside the weights, which published DeepSeek and Kimi checkpoints name in `
 ```bash
 pip install 'stageline[transformers]'         # on every host
 stageline plan --check DIR                    # is it served, or what prevents it?
-stageline up --model DIR --stages 2
+stageline up --model DIR --workers 2
 ```
 
 `--implementation` of `stageline coordinator`, `up` and `plan` chooses the code for all stages: `native`

@@ -21,6 +21,7 @@ from stage_worker.executor import StageOutput, StepExecutor
 from stage_worker.loading.stage_loader import WorkerResources, load_stage
 from stage_worker.loading.warmup import LargestStep, run_largest_step
 from tests.checkpoints import make_checkpoint
+from tests.families import make_family
 from tests.integration.stage_bench import new_assignment
 from tests.unit.coordinator.planner.small_models import llama
 from tests.unit.stage_worker.backends.mock_stages import mock_assignment
@@ -97,6 +98,25 @@ def test_models_with_windows_run_it(family: str, steps: list[tuple[StepSlice, ..
     run_largest_step(executor, assignment, Checkpoint.open(tmp_path).config)
     *decodes, chunk = largest(steps)
     assert decodes and chunk.first_position > 0
+    executor.check_integrity()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("num_states", [2, 5])
+def test_models_with_states_run_it_without_histories(
+    stage: int, num_states: int, steps: list[tuple[StepSlice, ...]], tmp_path: Path
+) -> None:
+    """Also a stage without a recurrent layer, whose sequences have states elsewhere."""
+    kinds = ["full_attention", "linear_attention", "full_attention"]
+    directory = make_family(tmp_path / "model", "qwen3_5_text", num_layers=3, layer_types=kinds)
+    assignment = replace(new_assignment(directory, stage=stage), num_states=num_states)
+    executor = load_stage(assignment, RESOURCES).executor
+    steps.clear()
+    run_largest_step(executor, assignment, Checkpoint.open(directory).config)
+    *decodes, chunk = largest(steps)
+    assert len(decodes) == min(num_states, assignment.max_step_sequences) - 1
+    assert chunk.first_position == 0
+    assert len(decodes) + len(chunk.tokens) <= assignment.max_step_tokens
     executor.check_integrity()
 
 

@@ -14,6 +14,7 @@ from stage_worker.model.layer_weights import ExpertsWeights, allocate_layer
 from stage_worker.model.row_orders import arrange_stacks
 from stage_worker.model.weights import load_tensors
 from tests.checkpoints import load_reference
+from tests.families import make_family
 from tests.gpt_oss import make_gpt_oss
 from tests.kernels.held import unpacked
 from tests.unit.stage_worker.model.pipeline import Pipeline
@@ -38,6 +39,14 @@ def test_packed_experts_compute_like_plain_ones_and_like_transformers(both: tupl
     (of_plain,) = compute_in_chunks(Pipeline(plain), random_sequences([40]), [7, 5, 1, 11])
     assert torch.equal(found, of_plain)
     assert spread_of(found, reference_logits(load_reference(both[0]), sequence[0].tokens)) < 1e-4
+
+
+def test_square_matrices_of_experts_are_transposed(tmp_path: Path) -> None:
+    """As those of published models, whose widths are equal."""
+    directory = make_family(tmp_path / "model", "gpt_oss", intermediate_size=64)
+    sequence = random_sequences([40])
+    found = compute_in_chunks(Pipeline(Checkpoint.open(directory)), sequence, [7, 5, 1, 11])[0]
+    assert spread_of(found, reference_logits(load_reference(directory), sequence[0].tokens)) < 1e-4
 
 
 def test_the_streamed_reference_reads_packed_experts(
