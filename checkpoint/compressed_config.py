@@ -43,8 +43,11 @@ def _layer_types(raw: RawConfig, num_layers: int) -> list[str]:
     if listed is None and ratios is not None:
         names = {0: _SLIDING} | {ratio: name for name, ratio in _RATIOS.items()}
         # The list goes on with draft layers.
-        is_listed = isinstance(ratios, list) and len(ratios) >= num_layers
-        if not is_listed or any(type(ratio) is not int or ratio not in names for ratio in ratios):
+        if (
+            not isinstance(ratios, list)
+            or len(ratios) < num_layers
+            or any(type(ratio) is not int or ratio not in names for ratio in ratios)
+        ):
             raise UnsupportedModel(
                 f"config field 'compress_ratios' = {ratios!r:.120} is not supported, only one of"
                 f" {sorted(names)} for each of {num_layers} layers is"
@@ -142,16 +145,17 @@ def _ropes(raw: RawConfig, row: Architecture) -> dict[str, RopeConfig]:
 
 def _check_nested(raw: RawConfig, given: RawConfig) -> None:
     """Raise BadConfig unless `given` has an object for each rotary embedding, and no field contradicts it."""
-    if set(given) != set(_THETAS) or not all(isinstance(given[name], Mapping) for name in _THETAS):
+    nested = {name: own for name, own in given.items() if name in _THETAS and isinstance(own, Mapping)}
+    if not set(given) == set(nested) == set(_THETAS):
         raise BadConfig(
             f"config field 'rope_parameters' must have {' and '.join(map(repr, _THETAS))} with objects and no"
             f" other field, has {sorted(given)!r:.120}"
         )
     for name, (key, _) in _THETAS.items():
-        if raw.get(key) is not None and raw[key] != given[name].get("rope_theta", raw[key]):
+        if raw.get(key) is not None and raw[key] != nested[name].get("rope_theta", raw[key]):
             raise BadConfig(
                 f"config fields {key!r} = {raw[key]!r:.120} and 'rope_parameters.{name}.rope_theta' ="
-                f" {given[name]['rope_theta']!r:.120} contradict"
+                f" {nested[name]['rope_theta']!r:.120} contradict"
             )
     if raw.get("rope_scaling") is not None and raw["rope_scaling"] != raw.get("rope_parameters"):
         raise BadConfig("config fields 'rope_scaling' and 'rope_parameters' contradict: leave out the former")

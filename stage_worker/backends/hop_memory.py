@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Protocol
 
 from stage_worker.backends.compute_thread import ComputeThread
 from wire.shared_segment import MappedMemory, PageLocker
+
+if TYPE_CHECKING:  # a mock stage works without numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 
