@@ -502,7 +502,8 @@ class StageMemory:
         beside = 0 if layer.beside is None else _recurrent_elements(layer.beside) + hidden_size
         attention = (_mixer_elements(layer.mixer) + beside) * size
         inner = self._inner_bytes(layer) + self._ngram_bytes(layer)
-        return residual + attention + inner + 2 * hidden_size * size
+        frames = 2 * self.config.residual_width * size
+        return residual + attention + inner + frames
 
     def _inner_bytes(self, layer: LayerPlan) -> int:
         """Bytes of one token within a feed-forward."""

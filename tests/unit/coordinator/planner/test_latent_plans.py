@@ -138,7 +138,8 @@ def test_hy_4_begins_stages_where_layers_choose_and_hands_on_four_streams() -> N
     tokens, width = USUAL_STEPS.max_step_tokens, config.hidden_size
     role, gpu = StageRole.MIDDLE, DeviceKind.GPU
     activations = [one.activation_bytes(role, 1000) for one in (narrow, memory)]
-    assert activations[1] - activations[0] == tokens * 4 * width * (2 * 2 + 3 * 4)
+    frames = 2 * 3 * width * 2  # received and sent, three streams more
+    assert activations[1] - activations[0] == tokens * (4 * width * (2 * 2 + 3 * 4) + frames)
     buffers = [one.buffer_bytes(role, 1000, gpu) for one in (narrow, memory)]
     assert buffers[1] - buffers[0] == NUM_SLOTS * 2 * tokens * 3 * width * 2
     segments = [one.segment_bytes(role) for one in (narrow, memory)]
