@@ -86,6 +86,9 @@ class _Job(Generic[T]):
             found = self.work()
         except BaseException as error:
             self.result.set_error(error)
+            # The error's frames reference this job: with its result they would reference the error, and keep
+            # what they hold (memory of a hop, a model) until a garbage collection.
+            del self.result
         else:
             self.result.set(found)
 

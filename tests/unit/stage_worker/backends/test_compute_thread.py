@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -77,6 +79,30 @@ async def test_errors_are_returned_and_the_thread_continues(compute: ComputeThre
     with pytest.raises(ZeroDivisionError):
         await compute.run(lambda: 1 // 0)
     assert await compute.run(lambda: 7) == 7
+
+
+async def test_an_error_that_was_handled_holds_nothing(compute: ComputeThread) -> None:
+    class Memory:
+        """Argument of work that fails."""
+
+    def fail(memory: Memory) -> None:
+        raise OSError("refused")
+
+    memory = Memory()
+    released = threading.Event()
+    weakref.finalize(memory, released.set)
+    gc.disable()
+    try:
+        refused = ""
+        try:
+            await compute.run(fail, memory)
+        except OSError as error:
+            refused = str(error)
+        del memory
+        assert await asyncio.to_thread(compute.join, timeout_s=10) and refused == "refused"
+        assert released.wait(10)
+    finally:
+        gc.enable()
 
 
 async def test_work_cancelled_while_queued_is_skipped(compute: ComputeThread) -> None:
