@@ -82,7 +82,8 @@ class LoadedStage:
     `read_bytes` counts bytes read from the checkpoint; other weights were in memory already. `fetched_bytes`
     counts those that came over the network. `kernels` is
     "compiled" or "plain" (empty for a mock), `kernels_detail` names the functions with reasons. `source`
-    is None for a mock. `pinned_bytes` is memory of the host for copies from and to a GPU.
+    is None for a mock. `pinned_bytes` is memory of the host for copies from and to a GPU,
+    `largest_step_bytes` that of all of a GPU's tensors in the largest step, None on a CPU.
     """
 
     assignment: Assignment
@@ -98,6 +99,7 @@ class LoadedStage:
     source: LoadedFrom | None = None
     fetched_bytes: int = 0
     pinned_bytes: int = 0
+    largest_step_bytes: int | None = None
 
     def placed(self, assignment: Assignment) -> "LoadedStage":
         """This stage under an equivalent assignment."""

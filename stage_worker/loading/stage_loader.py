@@ -283,7 +283,8 @@ def _load(
     loaded = time.perf_counter()
     compute.record_graphs()
     _warm_up(executor, assignment, checkpoint.config, resources, cache)
-    _check_peak(executor, assignment, checkpoint.config, resources, model.weight_bytes + kv_bytes)
+    held_bytes = model.weight_bytes + kv_bytes
+    largest_step_bytes = _check_peak(executor, assignment, checkpoint.config, resources, held_bytes)
     return LoadedStage(
         assignment=assignment,
         executor=executor,
@@ -298,6 +299,7 @@ def _load(
         source=_source(model, checkpoint, cache),
         fetched_bytes=files.fetched_bytes,
         pinned_bytes=_staging_bytes(assignment, checkpoint.config, resources.device),
+        largest_step_bytes=largest_step_bytes,
     )
 
 
@@ -462,13 +464,14 @@ def _check_peak(
     config: Blueprint,
     resources: WorkerResources,
     held_bytes: int,
-) -> None:
+) -> int | None:
     """Run the largest step on a GPU and compare its memory with the plan's; `held_bytes` are weights and KV.
 
-    Raises StageLoadError above the budget, with the numbers.
+    Returns the bytes of all tensors in it, None on a CPU. Raises StageLoadError above the budget, with the
+    numbers.
     """
     if (meter := resources.meter) is None:
-        return
+        return None
     meter.restart_peak()
     run_largest_step(executor, assignment, config)
     found = meter.read()
@@ -485,6 +488,7 @@ def _check_peak(
             "--max-step-tokens or --max-step-sequences of the coordinator, or raise --memory"
         )
     log.log(logging.WARNING if found.peak_bytes > planned_bytes else logging.INFO, "warm-up: %s", measured)
+    return found.peak_bytes
 
 
 def _staging_bytes(assignment: Assignment, config: Blueprint, device: torch.device) -> int:

@@ -96,10 +96,9 @@ def _loading(recorder: Recorder, stage: BenchStage) -> None:
             "kernels": loaded.kernels_detail,
         },
     )
-    if not recorder.order.is_cuda:
+    if (peak_bytes := loaded.largest_step_bytes) is None:
         recorder.not_measured(PEAK_NAME, "share", needs_cuda(recorder.order), better=Better.LOWER)
         return
-    peak_bytes = torch.cuda.max_memory_allocated(stage.device)
     recorder.figure(
         PEAK_NAME,
         peak_bytes / stage.planned_bytes,

@@ -15,7 +15,7 @@ from checkpoint import Checkpoint
 from checkpoint.step_graphs import WORKSPACE_BYTES
 from kvcache import group_windows
 from stage_worker.assignment import Assignment
-from stage_worker.backends.backend import StageLoadError
+from stage_worker.backends.backend import LoadedStage, StageLoadError
 from stage_worker.backends.torch_device import DeviceMeter
 from stage_worker.executor import StageOutput, StepExecutor
 from stage_worker.loading.stage_loader import WorkerResources, load_stage
@@ -182,12 +182,12 @@ def check_limits(step: LargestStep, assignment: Assignment, windows: list[int | 
         assert own + histories <= num_blocks
 
 
-def loaded_with(meter: FakeMeter, directory: Path, *, memory_bytes: int, activation_bytes: int) -> int:
-    """The bytes of weights and KV pages of a stage that was loaded."""
+def loaded_with(
+    meter: FakeMeter, directory: Path, *, memory_bytes: int, activation_bytes: int
+) -> LoadedStage:
     assignment = replace(new_assignment(directory, stage=1), activation_bytes=activation_bytes)
     resources = WorkerResources(device=CPU, memory_bytes=memory_bytes, model_directory=None, meter=meter)
-    loaded = load_stage(assignment, resources)
-    return loaded.weight_bytes + loaded.kv_bytes
+    return load_stage(assignment, resources)
 
 
 def test_more_than_the_budget_fails_the_load_with_the_numbers(tmp_path: Path) -> None:
@@ -205,10 +205,11 @@ def test_more_than_the_plan_is_a_warning(
     too_many: int, level: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_checkpoint(tmp_path, "llama", num_layers=3)
-    held = loaded_with(FakeMeter(0), tmp_path, memory_bytes=64 * MIB, activation_bytes=0)
+    first = loaded_with(FakeMeter(0), tmp_path, memory_bytes=64 * MIB, activation_bytes=0)
     caplog.set_level(logging.INFO)
-    meter = FakeMeter(held + MIB + WORKSPACE_BYTES + too_many)
-    loaded_with(meter, tmp_path, memory_bytes=64 * MIB, activation_bytes=MIB)
+    meter = FakeMeter(first.weight_bytes + first.kv_bytes + MIB + WORKSPACE_BYTES + too_many)
+    loaded = loaded_with(meter, tmp_path, memory_bytes=64 * MIB, activation_bytes=MIB)
+    assert loaded.largest_step_bytes == meter.peak_bytes
     (record,) = (record for record in caplog.records if record.message.startswith("warm-up: the largest"))
     assert record.levelno == level
     assert meter.num_restarts == 1
@@ -236,5 +237,6 @@ def exhausted(*_: object) -> None:
 
 def test_a_cpu_runs_no_largest_step(tmp_path: Path, steps: list[tuple[StepSlice, ...]]) -> None:
     make_checkpoint(tmp_path, "llama", num_layers=3)
-    load_stage(new_assignment(tmp_path, stage=1), RESOURCES)
+    loaded = load_stage(new_assignment(tmp_path, stage=1), RESOURCES)
+    assert loaded.largest_step_bytes is None
     assert not any(part.first_position and len(part.tokens) > 1 for slices in steps for part in slices)
