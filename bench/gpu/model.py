@@ -22,6 +22,7 @@ REFERENCE = Geometry(
     hidden=4096, num_layers=18, num_heads=32, num_kv_heads=8, inner=14336, vocab=128256, max_tokens=65536
 )
 TINY = Geometry(hidden=64, num_layers=4, num_heads=4, num_kv_heads=2, inner=128, vocab=512, max_tokens=512)
+WEIGHTS_FILE = "model.safetensors"
 DEVIATION, HEAD_DEVIATION = 0.02, 0.12
 ELEMENT_BYTES = {torch.bfloat16: 2, torch.float32: 4}
 _NAMES = {torch.bfloat16: ("bfloat16", "BF16"), torch.float32: ("float32", "F32")}
@@ -101,7 +102,7 @@ def write_checkpoint(directory: Path, geometry: Geometry, device: torch.device, 
         header[name] = {"dtype": _NAMES[dtype][1], "shape": list(shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with (directory / "model.safetensors").open("wb") as file:
+    with (directory / WEIGHTS_FILE).open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for tensor in _tensors(shapes, device, dtype):
             file.write(tensor.cpu().flatten().view(torch.uint8).numpy().data)

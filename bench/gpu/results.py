@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.gpu.rows import SCHEMA, Row, Verdict, with_missing
 from bench.gpu.run import Found
-from bench.gpu.targets import TARGETS
+from bench.gpu.targets import OF_BOUNDS, TARGETS
 from bench.harness.figure import Better
 
 BEGIN, END = "<!-- recorded GPU runs -->", "<!-- end of the recorded GPU runs -->"
@@ -96,11 +96,7 @@ def _target(figure: Mapping[str, Any]) -> str:
     return f"{sign} {target:g} {figure['unit']}"
 
 
-_BY_RATIO = {
-    row.name
-    for row in TARGETS
-    if row.phase in ("prompts", "experts") or row.name.startswith(("decode", "atten"))
-}
+_BY_RATIO = {row.name for row in OF_BOUNDS}
 
 
 def markdown(runs: Iterable[Mapping[str, Any]]) -> str:

@@ -79,11 +79,11 @@ class LoadProgress:
 class LoadedStage:
     """A warm stage with empty pages. `executor` belongs to the backend that loaded it.
 
-    `read_bytes` counts bytes read from the checkpoint; other weights were in memory already. `fetched_bytes`
-    counts those that came over the network. `kernels` is
-    "compiled" or "plain" (empty for a mock), `kernels_detail` names the functions with reasons. `source`
-    is None for a mock. `pinned_bytes` is memory of the host for copies from and to a GPU,
-    `largest_step_bytes` that of all of a GPU's tensors in the largest step, None on a CPU.
+    `read_bytes` counts bytes read from the checkpoint, which took `read_ms`; other weights were in memory
+    already. `fetched_bytes` counts those that came over the network. `kernels` is "compiled" or "plain"
+    (empty for a mock), `kernels_detail` names the functions with reasons. `source` is None for a mock.
+    `pinned_bytes` is memory of the host for copies from and to a GPU, `largest_step_bytes` that of all of a
+    GPU's tensors in the largest step, None on a CPU.
     """
 
     assignment: Assignment
@@ -100,6 +100,7 @@ class LoadedStage:
     fetched_bytes: int = 0
     pinned_bytes: int = 0
     largest_step_bytes: int | None = None
+    read_ms: int = 0
 
     def placed(self, assignment: Assignment) -> "LoadedStage":
         """This stage under an equivalent assignment."""

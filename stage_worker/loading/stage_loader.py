@@ -277,7 +277,9 @@ def _load(
     _check_memory(assignment, resources, model, kv_bytes=kv_bytes)
     if not assignment.role.has_head:
         cache.drop_grammars()
+    opened = time.perf_counter()
     _read(model, checkpoint, files, progress, cache, resources)
+    read = time.perf_counter()
     compute = _new_compute(assignment, checkpoint, model, cache, resources, kv_bytes=kv_bytes)
     executor = StepExecutor(assignment, compute)
     loaded = time.perf_counter()
@@ -300,6 +302,7 @@ def _load(
         fetched_bytes=files.fetched_bytes,
         pinned_bytes=_staging_bytes(assignment, checkpoint.config, resources.device),
         largest_step_bytes=largest_step_bytes,
+        read_ms=round((read - opened) * 1e3),
     )
 
 

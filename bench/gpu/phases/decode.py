@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.gpu import targets
+from bench.gpu import raw_reads, targets
+from bench.gpu.model import WEIGHTS_FILE
 from bench.gpu.phase import Recorder, needs_cuda
 from bench.gpu.rates import Rates
 from bench.gpu.stage import BLOCK_SIZE, BenchStage, Sizes, loaded_stage, work_of
@@ -16,7 +17,6 @@ from bench.harness.figure import Better
 from stage_worker.backends.contract import KernelChoice
 from wire.ids import StageRole
 
-PEAK_NAME = "memory of the largest step, of the plan"
 NO_TIME = "no time left in its phase: give more --minutes"
 
 
@@ -85,11 +85,14 @@ async def measure(recorder: Recorder) -> None:
 
 def _loading(recorder: Recorder, stage: BenchStage) -> None:
     loaded = stage.loaded
+    file = recorder.order.model / WEIGHTS_FILE
     recorder.figure(
-        "loading the reference stage",
-        loaded.read_bytes / max(loaded.load_ms, 1) / 1e6,
+        targets.LOADING_NAME,
+        loaded.read_bytes / max(loaded.read_ms, 1) / 1e6,
         "GB/s",
+        bound=raw_reads.bytes_per_s(file, loaded.read_bytes, stage.device) / 1e9,
         details={
+            "read_ms": float(loaded.read_ms),
             "load_ms": float(loaded.load_ms),
             "warmup_ms": float(loaded.warmup_ms),
             "weight_bytes": float(loaded.weight_bytes),
@@ -97,13 +100,12 @@ def _loading(recorder: Recorder, stage: BenchStage) -> None:
         },
     )
     if (peak_bytes := loaded.largest_step_bytes) is None:
-        recorder.not_measured(PEAK_NAME, "share", needs_cuda(recorder.order), better=Better.LOWER)
+        recorder.not_measured(targets.PEAK_NAME, "share", needs_cuda(recorder.order))
         return
     recorder.figure(
-        PEAK_NAME,
+        targets.PEAK_NAME,
         peak_bytes / stage.planned_bytes,
         "share",
-        better=Better.LOWER,
         details={"peak_bytes": float(peak_bytes), "planned_bytes": float(stage.planned_bytes)},
     )
 
