@@ -68,13 +68,17 @@ _KEYS = """
     routed_scaling_factor scoring_func topk_method swiglu_limit mlp_layer_types num_hash_layers
     num_nextn_predict_layers expert_dtype attention_bias mlp_bias hc_mult hc_sinkhorn_iters hc_eps
 """
+_DRAFTER_KEYS = """
+    dspark_block_size dspark_markov_rank dspark_noise_token_id dspark_target_layer_ids
+"""
+"""Fields of the drafter beside later weights (V4 Flash 0731, DSpark), whose tensors are ignored, too."""
 
 COMPRESSED_ARCHITECTURES: tuple[Architecture, ...] = (
     Architecture(
         model_type="deepseek_v4",
         class_name="DeepseekV4ForCausalLM",
         title="DeepSeek V4 Flash, V4 Pro",
-        keys=frozenset(_KEYS.split()),
+        keys=frozenset((_KEYS + _DRAFTER_KEYS).split()),
         names=replace(_PUBLISHED, others=(_BY_TRANSFORMERS,)),
         rope=RopeRule(is_interleaved=True, partial=64 / 512),
         norms=NormRule(kind=NormKind.RMS_WIDE),

@@ -137,6 +137,20 @@ def test_a_layer_keeps_its_window_and_few_bytes_of_all_other_tokens() -> None:
     assert entry_bytes_per_block(heavy, 16, DType.BF16) / 16 == 64
 
 
+def test_fields_of_a_drafter_change_nothing() -> None:
+    """Those of V4 Flash 0731, whose list of ratios goes on with the drafter's three layers."""
+    fields: dict[str, Any] = {
+        "dspark_block_size": 5,
+        "dspark_markov_rank": 256,
+        "dspark_noise_token_id": 128_799,
+        "dspark_target_layer_ids": [40, 41, 42],
+    }
+    ratios = {"compress_ratios": [*FLASH["compress_ratios"][:43], 0, 0, 0]}
+    assert parse_config(FLASH | fields | ratios) == parse_config(FLASH)
+    with pytest.raises(UnsupportedModel, match="'dspark_n_routed_experts' = 128 is not supported"):
+        parse_config(FLASH | fields | {"dspark_n_routed_experts": 128})
+
+
 @pytest.mark.parametrize("layers", [2, 7])
 def test_defaults_are_those_of_transformers(layers: int) -> None:
     given = {"num_hidden_layers": layers, "max_position_embeddings": 4096, "vocab_size": 64}
