@@ -20,7 +20,6 @@ _SLIDING, _SPARSE, _HEAVY = (
 _RATIOS = {_SPARSE: 4, _HEAVY: 128}
 """Tokens of an entry. Default of transformers' config class; DeepSeek's configs list them by layer."""
 _OLD_RATIO_KEYS = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
-_PARTIAL = 64 / 512
 _MAIN, _COMPRESS = "main", "compress"
 """Names of the rotary embeddings of layers without and with a compressor."""
 _THETAS = {_MAIN: ("rope_theta", 10_000.0), _COMPRESS: ("compress_rope_theta", 160_000.0)}
@@ -123,7 +122,7 @@ def _ropes(raw: RawConfig, row: Architecture) -> dict[str, RopeConfig]:
     rope_parameters has both by name, or the scaling of the latter, as rope_scaling has; then yarn has no
     temperature. The last elements of a head are rotated.
     """
-    head_dim, partial = positive_int(raw, "head_dim"), _partial(raw)
+    head_dim, partial = positive_int(raw, "head_dim"), _partial(raw, row)
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise BadConfig(f"config fields of rotary embeddings must be objects, one is {given!r:.120}")
@@ -161,12 +160,12 @@ def _check_nested(raw: RawConfig, given: RawConfig) -> None:
         raise BadConfig("config fields 'rope_scaling' and 'rope_parameters' contradict: leave out the former")
 
 
-def _partial(raw: RawConfig) -> float:
-    """Rotated part of a head."""
+def _partial(raw: RawConfig, row: Architecture) -> float:
+    """Rotated part of a head, by default that of `row`."""
     head_dim, width = positive_int(raw, "head_dim"), natural_int(raw, "qk_rope_head_dim", 0)
     partial = optional_float(raw, "partial_rotary_factor")
     if partial is None:
-        return width / head_dim if width else _PARTIAL
+        return width / head_dim if width else row.rope.partial or 1.0
     if not 0 < partial <= 1:
         raise BadConfig(f"config field 'partial_rotary_factor' = {partial} is not above 0 and up to 1")
     if width and int(head_dim * partial) != width:

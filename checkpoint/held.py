@@ -6,7 +6,7 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -17,7 +17,7 @@ from checkpoint.dtypes import INT4_GROUP, INT4_ROWS, DType, PackedDType, ScaledD
 from checkpoint.errors import UnsupportedModel
 from checkpoint.names import EXPERT_ROLES, NameTable, Pack, TensorRole
 from checkpoint.quantization import Awq, Fp4, Gptq, PackedInts, Quantization, Scaled, Scheme
-from checkpoint.recurrent import Pageless, StatePart
+from checkpoint.recurrent import Pageless, StatePart, recurrent_of
 from checkpoint.tensors import (
     STREAM_ROLES,
     RoleShapes,
@@ -344,32 +344,30 @@ def stage_weight_bytes(
     return outside + sum(sizes[layer] for layer in layers)
 
 
+_NOT_ROUNDED: Mapping[str, Callable[[LayerPlan], bool]] = {
+    "is a mixture of experts": lambda kind: isinstance(kind.feed_forward, Experts),
+    "has compressed attention": lambda kind: isinstance(kind.mixer, Compressed),
+    "has latent attention": lambda kind: isinstance(kind.mixer, Latent),
+    "has recurrent layers": lambda kind: recurrent_of(kind) is not None,
+}
+"""Layers whose weights keep the run dtype, and what a model with one of them is or has."""
+
+
 def check_can_hold(config: Blueprint) -> None:
-    """Raise UnsupportedModel for families without a row, experts, latent attention, recurrent layers, and
-    matrices that lack whole groups of the weight format.
+    """Raise UnsupportedModel for families without a row, layers of `_NOT_ROUNDED`, and matrices that lack
+    whole groups of the weight format.
     """
-    if config.weight_format is not None and not config.has_row:
+    if config.weight_format is None:
+        return
+    if not config.has_row:
         raise UnsupportedModel(
             f"{config.model_type!r} has no native layers, which --quantize needs: leave it out"
         )
-    if config.weight_format is not None and any(
-        isinstance(kind.feed_forward, Experts) for kind in config.kinds
-    ):
-        raise UnsupportedModel(
-            f"{config.model_type!r} is a mixture of experts, which --quantize does not support: leave it out"
-        )
-    if config.weight_format is not None and any(isinstance(kind.mixer, Compressed) for kind in config.kinds):
-        raise UnsupportedModel(
-            f"{config.model_type!r} has compressed attention, which --quantize does not support: leave it out"
-        )
-    if config.weight_format is not None and any(isinstance(kind.mixer, Latent) for kind in config.kinds):
-        raise UnsupportedModel(
-            f"{config.model_type!r} has latent attention, which --quantize does not support: leave it out"
-        )
-    if config.weight_format is not None and config.is_recurrent:
-        raise UnsupportedModel(
-            f"{config.model_type!r} has recurrent layers, which --quantize does not support: leave it out"
-        )
+    for what, is_so in _NOT_ROUNDED.items():
+        if any(map(is_so, config.kinds)):
+            raise UnsupportedModel(
+                f"{config.model_type!r} {what}, which --quantize does not support: leave it out"
+            )
     if config.weight_format is not WeightFormat.INT4:
         return
     for layer in map(config.layers.index, config.kinds):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from checkpoint.blueprint import Experts, Latent, LayerPlan, Mixer, NoFeedForward, Opaque
+from checkpoint.blueprint import Attention, Experts, Latent, LayerPlan, Mixer, NoFeedForward, Opaque
 from checkpoint.compressed import Compressed
 from checkpoint.dtypes import DType
 from checkpoint.recurrent import NoMixer, Pageless, Recurrent, only_on_cpus
@@ -86,7 +86,6 @@ def partial_bytes(mixer: Mixer) -> int:
     """Bytes of one partial result of attention: float32, with highest score and sum of weights; 0 without."""
     if isinstance(mixer, Pageless):
         return 0
-    assert not isinstance(mixer, Compressed), "no graphs of layers with entries"
     width = mixer.kv_rank if isinstance(mixer, Latent) else mixer.head_dim
     return 4 * mixer.num_heads * (width + 2)
 
@@ -99,7 +98,6 @@ def _token_elements(hidden_size: int, layer: LayerPlan) -> int:
 
 
 def _mixer_elements(mixer: Mixer) -> int:
-    assert not isinstance(mixer, Compressed), "no graphs of layers with entries"
     if isinstance(mixer, NoMixer):
         return 0
     if isinstance(mixer, Recurrent):
@@ -108,4 +106,5 @@ def _mixer_elements(mixer: Mixer) -> int:
     if isinstance(mixer, Latent):
         absorbed = mixer.num_heads * (3 * mixer.kv_rank + mixer.rope_dim)
         return absorbed + (mixer.query_rank or 0) + 2 * (mixer.q_size + mixer.o_size + mixer.page_shape.width)
+    assert isinstance(mixer, Attention), "no graphs of layers with entries"
     return 2 * (mixer.q_size + 2 * mixer.kv_size) + 2 * mixer.q_size

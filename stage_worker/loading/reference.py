@@ -299,13 +299,12 @@ class StreamedLayer:
         if not isinstance(self.plan.mixer, NoMixer):
             connection = self._connection(TensorRole.MIXER_STREAMS, plan, streams)
             x = self.normed(connection.row(), TensorRole.MIXER_NORM)
-            streams = connection.with_result(self.plan.residual_scale * self._mixed(x, lengths))
+            streams = connection.with_result(self._mixed(x, lengths))
         if not isinstance(inner := self.plan.known_feed_forward, NoFeedForward):
             connection = self._connection(TensorRole.FFN_STREAMS, plan, streams)
             row = connection.row()
             x = self.normed(row, TensorRole.FFN_NORM)
-            fed = StreamedFeedForward(self, inner)(x, row)
-            streams = connection.with_result(self.plan.residual_scale * fed)
+            streams = connection.with_result(StreamedFeedForward(self, inner)(x, row))
         return streams
 
     def _connection(

@@ -309,6 +309,12 @@ class Beside:
         return self._o.added_to(output, self._mix(normed, memory))
 
 
+def _adds_plainly(plan: LayerPlan) -> bool:
+    """Whether each sub-layer's result is added as it is."""
+    is_usual = plan.placement in (Placement.BEFORE, Placement.NONE)
+    return is_usual and plan.residual_scale == 1.0 and plan.beside is None
+
+
 class DecoderLayer:
     """Weights and kernels of one layer, independent of steps and of the stage's other layers."""
 
@@ -344,8 +350,7 @@ class DecoderLayer:
             self._ffn_norm = _unchanged  # both branches norm the residual themselves
         has_norm = self._ffn_norm is not _unchanged and not self._is_shared
         self._norm_of_sum = self._ffn_norm if has_norm else None
-        is_usual = plan.placement in (Placement.BEFORE, Placement.NONE) and plan.beside is None
-        assert plan.connection is None or is_usual, "streams of a layer with other residuals"
+        assert plan.connection is None or _adds_plainly(plan), "streams of a layer with other residuals"
         self._ngrams = _ngrams(plan, weights, kernels)
         self._read = {
             role: connection_of(plan.connection, tensors)
@@ -375,17 +380,14 @@ class DecoderLayer:
         if self._mix is not None and self._o is not None:
             x, weights = self._read[TensorRole.MIXER_STREAMS](streams)
             mixed = self._o(self._mix(self._mixer_norm(x), memory))
-            streams = written(streams, self._scaled(mixed), weights)
+            streams = written(streams, mixed, weights)
         if self._feed_forward is not None:
             x, weights = self._read[TensorRole.FFN_STREAMS](streams)
             feed_forward = self._feed_forward_in(memory.step)
             assert feed_forward is not None, "a layer without a feed-forward"
             fed = feed_forward(self._ffn_norm(x), memory.step.num_tokens)
-            streams = written(streams, self._scaled(fed), weights)
+            streams = written(streams, fed, weights)
         return streams
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x if self._residual_scale == 1.0 else x * self._residual_scale
 
     def _output(self, hidden: Tensor, memory: LayerMemory, *beside: LayerMemory) -> Tensor:
         """`forward` without the scale of the layer, as a new tensor."""
