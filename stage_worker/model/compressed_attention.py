@@ -134,8 +134,9 @@ class CompressedAttention:
         self._key = project(weights.key, None, products)
         self._key_norm = row_norm(norm, norms[TensorRole.K_NORM])
         self._sinks = weights.sinks.float()
-        by_group = weights.groups.view(mixer.num_head_groups, mixer.group_rank, -1)
-        self._groups = by_group.transpose(1, 2).contiguous()
+        self._groups = [
+            project(rows, None, products) for rows in torch.split(weights.groups, mixer.group_rank)
+        ]
         self._pending = None if weights.pending is None else project(weights.pending, None, products)
         self._pools: dict[RowKind, _Pool] = {}
         plan, roles = mixer.compressor, {RowKind.ENTRY: TensorRole.ENTRY_NORM}
@@ -146,7 +147,7 @@ class CompressedAttention:
         self._index_query = None
         if weights.index_query is not None:
             self._index_query = project(weights.index_query, None, products)
-        self._index_weight = None if weights.index_weight is None else weights.index_weight.float()
+        self._index_weight = weights.index_weight
         indexer = None if plan is None else plan.indexer
         self._top_k = sys.maxsize if indexer is None else indexer.num_chosen
 
@@ -175,9 +176,11 @@ class CompressedAttention:
                 self._attend_entries(queries, view, softmax, kv.entries)
         mixed = softmax.mixed().to(normed.dtype)
         self._rotate(mixed, table, is_back=True)
-        by_group = mixed.view(num_tokens, mixer.num_head_groups, -1).transpose(0, 1)
         output = normed.new_zeros(len(normed), mixer.o_size)
-        output[:num_tokens] = torch.bmm(by_group, self._groups).transpose(0, 1).flatten(1)
+        by_group = torch.split(mixed.flatten(1), mixer.group_size, dim=1)
+        places = torch.split(output[:num_tokens], mixer.group_rank, dim=1)
+        for place, group, heads in zip(places, self._groups, by_group, strict=True):
+            place.copy_(group(heads))
         return output
 
     def _rotate(self, heads: Tensor, table: RotaryTable, *, is_back: bool = False) -> None:
@@ -244,7 +247,9 @@ class CompressedAttention:
         num_tokens, num_heads = len(table.cos), len(self._index_weight)
         heads = self._index_query(latents)[:num_tokens].view(num_tokens, num_heads, -1)
         self._rotate(heads, table)
-        return IndexQueries(heads.float(), linear(normed[:num_tokens].float(), self._index_weight))
+        # Wide for the product only: a plan counts these weights in the run dtype.
+        weights = linear(normed[:num_tokens].float(), self._index_weight.float())
+        return IndexQueries(heads.float(), weights)
 
     def _attend_entries(
         self, queries: _Queries, view: EntryView, softmax: JoinedSoftmax, entries: LayerEntries

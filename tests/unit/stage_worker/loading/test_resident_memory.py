@@ -34,8 +34,9 @@ import re, sys
 from dataclasses import replace
 from pathlib import Path
 import torch
-from checkpoint import DType, WeightFormat
+from checkpoint import Checkpoint, DType, WeightFormat
 from checkpoint.implementation import Implementation
+from kvcache import group_windows
 from stage_worker.loading import stage_loader
 from tests.integration.stage_bench import new_assignment
 torch.set_num_threads(1)
@@ -54,8 +55,10 @@ def measure(*given, **others):
 stage_loader.new_pages = measure  # the step after the weights
 if "keep" in sys.argv:
     stage_loader.free_memory = lambda device: None
+windows = group_windows(Checkpoint.open(directory).config.cache_windows)
+others = (8,) * (len(windows) - 1)
 assignment = replace(new_assignment(directory, stage=0, num_stages=1, num_layers=6), dtype=DType.BF16,
-                     weights=weights, implementation=implementation)
+                     weights=weights, implementation=implementation, other_num_blocks=others)
 resources = stage_loader.WorkerResources(device=torch.device("cpu"), memory_bytes=1 << 40,
                                          model_directory=None)
 cache = stage_loader.StageCache()
@@ -100,6 +103,36 @@ def test_memory_of_transformers_layers_is_the_plan_s_resident_size(directory: Pa
     config = Checkpoint.open(directory).config
     planned = stage_weight_bytes(config, DType.BF16, 0, 6, has_embeddings=True, has_head=True)
     assert 0.9 * planned < measure(directory, None, "transformers") < 1.03 * planned + SLACK_BYTES
+
+
+GROUPED: dict[str, object] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "hidden_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "q_lora_rank": 256,
+    "o_groups": 4,
+    "o_lora_rank": 2048,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "dtype": "bfloat16",
+}
+"""Half of its weights project groups of heads."""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is read from /proc")
+def test_memory_of_projections_by_groups_is_the_plan_s_resident_size(tmp_path: Path) -> None:
+    write_zero_checkpoint(tmp_path, GROUPED, num_shards=2)
+    config = Checkpoint.open(tmp_path).config
+    planned = stage_weight_bytes(config, DType.BF16, 0, 6, has_embeddings=True, has_head=True)
+    assert 0.9 * planned < measure(tmp_path, None) < 1.03 * planned + SLACK_BYTES
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
