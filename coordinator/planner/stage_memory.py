@@ -22,8 +22,9 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
   decodes, or of a block of a prompt.
 * N-grams have for each token three numbers of each head (8), their rows twice, and of all residual streams
   eight times their width in the run dtype, and twice in float32.
-* Compressed attention reads the keys of windows and the entries of all gathered tokens, both with float32
-  copies, and scores of all heads; see `_entry_step_bytes`. What it computes of a token is counted as that of
+* Compressed attention reads the keys of windows, pools entries, and reads those of all gathered tokens, or
+  their keys and the entries that an indexer chooses, with float32 copies, and scores of all heads; see
+  `planner.compressed_memory`. What it computes of a token is counted as that of
   latent attention is, with its output in float32 twice, while parts of its keys are joined.
 * min(S * C, K) tokens of K and V gathered from the pages of one layer (2 * kv * s each): one more layer of
   KV. Padding of sequences that are gathered together, and copies of shared prefixes, are not counted.
@@ -111,6 +112,7 @@ from checkpoint.step_sizes import (
     KEY_SPLIT,
     SHORT_CHUNK,
 )
+from coordinator.planner.compressed_memory import CompressedStep
 from coordinator.planner.plan import DeviceKind, StepLimits
 from kvcache import KvGroup, KvWindow, group_windows
 from wire.device_rates import DeviceRates
@@ -317,7 +319,8 @@ class StageMemory:
         mixers = [kind.mixer for kind in self.config.kinds]
         size += max((self._expanded_bytes(mixer, longest) for mixer in mixers), default=0)
         size += max((self._index_bytes(mixer, longest, gathered) for mixer in mixers), default=0)
-        size += max((self._entry_step_bytes(mixer, longest, gathered) for mixer in mixers), default=0)
+        of_entries = [self._compressed(mixer) for mixer in mixers if isinstance(mixer, Compressed)]
+        size += max((step.num_bytes(longest, gathered) for step in of_entries), default=0)
         if not is_in_place:
             size += self.limits.max_step_sequences * 3 * max(self.state_bytes)
             size += max(_chunk_bytes(kind, self.limits.max_step_tokens) for kind in self.config.kinds)
@@ -426,7 +429,7 @@ class StageMemory:
         these rows, and keys or values before their product with the scales.
         """
         if isinstance(layer.mixer, Compressed):
-            return 0  # see `_entry_step_bytes`
+            return 0  # see `CompressedStep`
         size = kv_bytes_per_token(layer.mixer, self.dtype)
         if self.kv_dtype is None:
             return size
@@ -440,25 +443,8 @@ class StageMemory:
         num_elements = max(of_a_head, min(EXPANDED_ELEMENTS, mixer.num_heads * of_a_head))
         return num_elements * (3 * self.dtype.size_bytes + 4)
 
-    def _entry_step_bytes(self, mixer: Mixer, longest: int, gathered: int) -> int:
-        """Keys of windows and entries that attention reads, with float32 copies, and three of their scores.
-
-        Entries are those of `gathered` tokens.
-        """
-        if not isinstance(mixer, Compressed):
-            return 0
-        size, limits = self.dtype.size_bytes, self.limits
-        in_windows = min(gathered, limits.max_step_sequences * (mixer.window + 2 * self.block_size))
-        keys = in_windows * mixer.head_dim * (size + 4)
-        pairs = max(
-            BLOCK_SCORES, FEWEST_QUERIES * min(longest, mixer.window + limits.max_step_tokens), in_windows
-        )
-        if (compressor := mixer.compressor) is not None:
-            count = -(-gathered // compressor.ratio)
-            of_index = mixer.entry_index_width * (size + 4)
-            keys += count * (mixer.head_dim * (size + 4) + of_index)
-            pairs = max(pairs, count)
-        return keys + 3 * 4 * pairs * mixer.num_heads
+    def _compressed(self, mixer: Compressed) -> CompressedStep:
+        return CompressedStep(mixer, self.dtype, self.limits, self.block_size)
 
     def _index_bytes(self, mixer: Mixer, longest: int, gathered: int) -> int:
         """An indexer's scores, the keys that they are computed from, and the choice for all queries.

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from checkpoint import Checkpoint, DType
 from checkpoint.implementation import Implementation
@@ -19,6 +15,7 @@ from coordinator.planner.planner import StepLimits
 from coordinator.planner.stage_memory import StageMemory
 from stage_worker.validation import SliceLayout
 from tests.checkpoints import make_checkpoint
+from tests.live_bytes import LiveBytes
 from tests.step_layouts import layout_for
 from tests.unit.stage_worker.model.pipeline import NanPages
 from tests.unit.transformers_stage.test_families import new_stage
@@ -42,38 +39,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Dense, and mixtures without and with a row; gpt-oss has biases and a gate of its own."""
 MIXTURES = ("phimoe", "mixtral", "qwen3_moe")
 """Files have a tensor for each expert, transformers one for all."""
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts memory of tensors on the CPU that are made while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = self._live = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {self._key(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-        output = function(*args, **(kwargs or {}))
-        for one in tree_leaves(output):
-            if isinstance(one, Tensor) and one.device.type == "cpu" and self._key(one) not in given:
-                self._count(one.untyped_storage())
-        self.peak = max(self.peak, self._live)
-        return output
-
-    def _key(self, tensor: Tensor) -> int:
-        return int(tensor.untyped_storage()._cdata)
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = int(storage._cdata)
-        if key not in self._known:
-            self._known.add(key)
-            self._live += storage.nbytes()
-            weakref.finalize(storage, self._forget, key, storage.nbytes())
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self._live -= num_bytes
 
 
 def open_family(directory: Path, family: str, *, dtype: str = "float32") -> Checkpoint:
