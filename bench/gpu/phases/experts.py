@@ -1,4 +1,5 @@
-"""Products of the experts of one layer, as checkpoints store them, against the bytes that they read.
+"""Products of the experts of one layer, as checkpoints store them, against the bytes that they read or, of
+prompts, against the products.
 
 Random codes are made on the device. Each row chooses its experts at random, all rows before the first call.
 """
@@ -42,6 +43,16 @@ class ExpertLayer:
         """Bytes of the matrices of `num_chosen` experts."""
         return (self.up.num_bytes + self.down.num_bytes) * num_chosen / self.up.experts
 
+    def flops(self, num_tokens: int) -> float:
+        """Operations of the products of `num_tokens`, in all their experts."""
+        weights = sum(plan.rows * plan.columns / plan.experts for plan in (self.up, self.down))
+        return 2.0 * num_tokens * self.per_token * weights
+
+    def bound_ms(self, rates: Rates, num_tokens: int, num_chosen: int) -> float:
+        """Least time for `num_tokens` that choose `num_chosen` experts together."""
+        reading_s = self.read_bytes(num_chosen) / rates.memory
+        return 1e3 * max(reading_s, self.flops(num_tokens) / rates.products)
+
 
 _MXFP4 = HeldNibbles(rows=128 * 5760, columns=2880, group=32, experts=128, is_float=True, has_exponents=True)
 _FP8 = HeldBytes(rows=256 * 4096, columns=7168, height=128, width=128, is_fp8=True, experts=256)
@@ -58,8 +69,8 @@ LAYERS = {
         per_token=8, up=_INT4, down=replace(_INT4, rows=128 * 2048, columns=768)
     ),
 }
-FULL, QUICK = (1, 8, 32, 128), (4,)
-"""Rows of a step, the most important first."""
+FULL, QUICK = (1, 8, 32, 128, 512), (4,)
+"""Tokens of a step, of decodes and of a chunk of a prompt, the most important first."""
 
 
 async def measure(recorder: Recorder) -> None:
@@ -95,15 +106,15 @@ def _measure_layer(recorder: Recorder, name: str, layer: ExpertLayer, batches: t
             device=device,
             dtype=torch.bfloat16,
         )
-        num_bytes = layer.read_bytes(int((counts > 0).sum()))
+        num_chosen = int((counts > 0).sum())
         took_s = seconds_of(partial(compute, x, counts), device, rounds=5, repeats=50)
         recorder.figure(
             targets.experts_name(name, batch),
             took_s * 1e3,
             "ms",
-            bound=None if rates is None else 1e3 * num_bytes / rates.memory,
+            bound=None if rates is None else layer.bound_ms(rates, batch, num_chosen),
             better=Better.LOWER,
-            details={"read_bytes": num_bytes, "chosen_experts": float((counts > 0).sum())},
+            details={"read_bytes": layer.read_bytes(num_chosen), "chosen_experts": float(num_chosen)},
         )
 
 
