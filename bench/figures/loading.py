@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from checkpoint import Checkpoint
 from stage_worker.model.attention_views import HostArray
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.kernels import PLAIN
-from stage_worker.model.weight_reads import NUM_READERS, CopyEvent, DeviceCopies
+from stage_worker.model.weight_reads import NUM_DEVICE_READERS, NUM_READERS, CopyEvent, DeviceCopies
 
 TARGET = 0.8
 GB = 1e9
@@ -129,7 +130,8 @@ class _Model:
         """Tensors of the sizes of the checkpoint's, each read by all readers."""
         for entry in self.checkpoint.tensors.values():
             memory = torch.empty(entry.num_bytes, dtype=torch.uint8).numpy().data
-            self._read(entry.begin, entry.num_bytes, lambda place, size, m=memory: m[place : place + size])
+            into = partial(_part_of, memory)
+            self._read(entry.begin, entry.num_bytes, into, num_readers=NUM_READERS)
 
     def read_raw_into_windows(self) -> None:
         """The whole file."""
@@ -141,7 +143,7 @@ class _Model:
             found: memoryview = windows.memory[:size]
             return found
 
-        self._read(self.begin, self.num_bytes, window)
+        self._read(self.begin, self.num_bytes, window, num_readers=NUM_DEVICE_READERS)
 
     def read_mapped(self) -> None:
         """Without readers, as Stageline loaded before: windows of the mapped file are copied."""
@@ -152,7 +154,9 @@ class _Model:
                     window = memory[begin : begin + MAPPED_BYTES]
                     window.copy_(_mapped(file.fileno(), entry.begin + begin, len(window)))
 
-    def _read(self, begin: int, num_bytes: int, into: Callable[[int, int], memoryview]) -> None:
+    def _read(
+        self, begin: int, num_bytes: int, into: Callable[[int, int], memoryview], *, num_readers: int
+    ) -> None:
         places = iter(range(0, num_bytes, RAW_BYTES))
         lock = threading.Lock()
         descriptor = os.open(self.path, os.O_RDONLY)
@@ -168,12 +172,16 @@ class _Model:
                     count = os.preadv(descriptor, [left], begin + place)
                     left, place = left[count:], place + count
 
-        threads = [threading.Thread(target=read) for _ in range(NUM_READERS)]
+        threads = [threading.Thread(target=read) for _ in range(num_readers)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         os.close(descriptor)
+
+
+def _part_of(memory: memoryview, place: int, size: int) -> memoryview:
+    return memory[place : place + size]
 
 
 def _mapped(descriptor: int, begin: int, num_bytes: int) -> Tensor:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from stage_worker.model.weight_reads import NUM_READERS, WINDOW_BYTES
+from stage_worker.model.weight_reads import DEVICE_WINDOW_BYTES as PIECE_BYTES
+from stage_worker.model.weight_reads import NUM_DEVICE_READERS as NUM_READERS
 
 WINDOWS_OF_READER = 2
 
@@ -24,7 +25,7 @@ def bytes_per_s(file: Path, num_bytes: int, device: torch.device) -> float:
     with _opened(file) as source, ThreadPoolExecutor(NUM_READERS) as readers:
         parts = [_Reader(device) for _ in range(NUM_READERS)]
         began_s = time.perf_counter()
-        starts = [range(n * WINDOW_BYTES, num_bytes, NUM_READERS * WINDOW_BYTES) for n in range(NUM_READERS)]
+        starts = [range(n * PIECE_BYTES, num_bytes, NUM_READERS * PIECE_BYTES) for n in range(NUM_READERS)]
         list(readers.map(lambda part, begins: part.read(source, begins, num_bytes), parts, starts))
         return num_bytes / (time.perf_counter() - began_s)
 
@@ -45,9 +46,9 @@ class _Reader:
         self._device = device
         is_cuda = device.type == "cuda"
         self._windows = [
-            torch.empty(WINDOW_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(WINDOWS_OF_READER)
+            torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(WINDOWS_OF_READER)
         ]
-        self._target = torch.empty(WINDOW_BYTES, dtype=torch.uint8, device=device)
+        self._target = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
 
     def read(self, source: int, begins: range, end: int) -> None:
@@ -56,7 +57,7 @@ class _Reader:
             window = self._windows[number % WINDOWS_OF_READER]
             if len(copied) == WINDOWS_OF_READER:
                 copied.pop(0).synchronize()
-            os.preadv(source, [window[: min(WINDOW_BYTES, end - begin)].numpy()], begin)
+            os.preadv(source, [window[: min(PIECE_BYTES, end - begin)].numpy()], begin)
             if self._stream is not None:
                 copied.append(self._copy(window))
         if self._stream is not None:

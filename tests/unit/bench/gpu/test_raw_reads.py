@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from bench.gpu import raw_reads
-from stage_worker.model.weight_reads import WINDOW_BYTES
+from stage_worker.model.weight_reads import DEVICE_WINDOW_BYTES
 
 
-@pytest.mark.parametrize("num_bytes", [1, 5 * WINDOW_BYTES + 3, 1 << 40])
+@pytest.mark.parametrize("num_bytes", [1, 5 * DEVICE_WINDOW_BYTES + 3, 1 << 40])
 def test_every_byte_is_read_once_by_one_of_the_readers(
     num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "weights"
-    size = 6 * WINDOW_BYTES + 1
+    size = 6 * DEVICE_WINDOW_BYTES + 1
     with file.open("wb") as target:
         target.truncate(size)
     parts: list[tuple[int, int]] = []

@@ -24,7 +24,13 @@ from stage_worker.model.attention_views import HostArray
 from stage_worker.model.held_matrices import HeldRows, NibbleMatrix
 from stage_worker.model.host_weights import with_tensors
 from stage_worker.model.layer_weights import allocate_layer
-from stage_worker.model.weight_reads import NUM_READERS, NUM_WINDOWS, WeightPiece, WeightReads
+from stage_worker.model.weight_reads import (
+    NUM_DEVICE_READERS,
+    NUM_READERS,
+    NUM_WINDOWS,
+    WeightPiece,
+    WeightReads,
+)
 from stage_worker.model.weights import load_tensors
 from tests.checkpoints import make_checkpoint
 from tests.quantized import FORMATS, write_quantized
@@ -42,6 +48,7 @@ class _LateCopy:
     copies: LateCopies
     has_ended: bool = False
 
+    @torch.inference_mode()
     def synchronize(self) -> None:
         self.copies.check()
         if not self.has_ended:
@@ -99,12 +106,13 @@ def run(reads: WeightReads, pieces: Iterable[WeightPiece]) -> list[int]:
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1, NUM_WINDOWS, 5 * NUM_WINDOWS + 1])
-def test_pieces_reach_a_device_in_order_through_a_bounded_number_of_windows(num_pieces: int) -> None:
+def test_pieces_reach_a_device_through_a_bounded_number_of_windows(num_pieces: int) -> None:
     copies, targets = LateCopies(), torch.zeros(num_pieces, 100)
     pieces = [WeightPiece(targets[index], filler(index + 1), index) for index in range(num_pieces)]
     assert run(WeightReads(copies, window_bytes=WINDOW_BYTES), pieces) == list(range(num_pieces))
     assert torch.equal(targets, torch.arange(1.0, num_pieces + 1)[:, None].expand(num_pieces, 100))
-    assert [copy.target.data_ptr() for copy in copies.started] == [target.data_ptr() for target in targets]
+    arrived = sorted(copy.target.data_ptr() for copy in copies.started)
+    assert arrived == [target.data_ptr() for target in targets], "each piece once"
     assert copies.allocated == [WINDOW_BYTES] * min(num_pieces, NUM_WINDOWS)
 
 
@@ -150,13 +158,14 @@ def test_codes_are_packed_before_their_memory_has_those_of_the_next_matrix(
 
 @pytest.mark.parametrize("copies", [None, LateCopies()], ids=["in place", "windows"])
 def test_readers_work_at_the_same_time(copies: LateCopies | None) -> None:
-    together = threading.Barrier(NUM_READERS)
+    num_readers = NUM_READERS if copies is None else NUM_DEVICE_READERS
+    together = threading.Barrier(num_readers)
 
     def fill(memory: Tensor) -> None:
         together.wait(timeout=30)
         memory.fill_(7)
 
-    targets = torch.zeros(2 * NUM_READERS, 8)
+    targets = torch.zeros(2 * num_readers, 8)
     pieces = [WeightPiece(target, fill, 1) for target in targets]
     assert sum(run(WeightReads(copies, window_bytes=WINDOW_BYTES), pieces)) == len(pieces)
     assert bool((targets == 7).all())
@@ -379,4 +388,5 @@ def test_a_cancelled_load_leaves_no_thread(tmp_path: Path) -> None:
     with WeightReads(copies, window_bytes=1000) as reads, pytest.raises(LoadCancelled):
         load_tensors(checkpoint, places, reads=reads, progress=Progress())
     assert not readers()
-    assert len(copies.started) <= 20_000 // 1000 + 2, "nothing is copied after the cancellation"
+    most = 20_000 // 1000 + NUM_WINDOWS
+    assert len(copies.started) <= most, "after the cancellation, only what was on its way is copied"
