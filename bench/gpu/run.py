@@ -57,7 +57,7 @@ PHASES = (
         weight_s=130,
     ),
     Phase(letter="C", name="prompts", about="prompt steps, by length and context", weight_s=80),
-    Phase(letter="D", name="sampling", about="what LAST adds to a decode step", weight_s=40),
+    Phase(letter="D", name="sampling", about="what sampling adds to a decode step", weight_s=40),
     Phase(
         letter="E",
         name="wire_copies",

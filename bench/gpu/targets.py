@@ -34,7 +34,7 @@ def busy_name(num_sequences: int, context: int) -> str:
 
 
 def sampling_name(kind: str, num_sequences: int) -> str:
-    return f"LAST adds to a decode step, {kind}, batch {num_sequences}"
+    return f"sampling adds to a decode step, {kind}, batch {num_sequences}"
 
 
 def experts_name(layer: str, num_rows: int) -> str:

@@ -1,4 +1,8 @@
-"""What LAST adds to a decode step: final norm, output head and sampling, as the difference to MIDDLE."""
+"""What sampling adds to a decode step: LAST takes longer than MIDDLE, beyond the reading of its output head.
+
+The time to read the head is its bytes over the rate of the device's memory, so all of the final norm and of
+the head's product above that bound counts as sampling.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from bench.harness.figure import Better
 from wire.ids import StageRole
 from wire.sampling import StepSampling
 
+NO_RATES = "the rate of the device's memory was not measured"
 KINDS = {
     "greedy": StepSampling(temperature=0.0),
     "top-p 0.95": StepSampling(temperature=0.8, top_p=0.95, seed=1),
@@ -78,8 +83,13 @@ async def _period_s(stage: BenchStage, plan: Plan, batch: int, sampling: StepSam
 
 
 def _record(recorder: Recorder, last: BenchStage, name: str, middle_s: float, last_s: float) -> None:
-    """An absolute limit has the target; the time to read the head is a detail."""
+    """An absolute limit has the target. Without the memory's rate nothing can be told."""
     details: dict[str, float | str] = {"middle_ms": middle_s * 1e3, "last_ms": last_s * 1e3}
-    if (rates := Rates.of(recorder.order.rates)) is not None:
-        details["reading_head_ms"] = 1e3 * work_of(recorder.order, last).head_bytes / rates.memory
-    recorder.figure(name, (last_s - middle_s) * 1e3, "ms", better=Better.LOWER, details=details)
+    rates = Rates.of(recorder.order.rates)
+    if rates is None:
+        recorder.not_measured(name, "ms", NO_RATES, better=Better.LOWER)
+        return
+    head_ms = 1e3 * work_of(recorder.order, last).head_bytes / rates.memory
+    details["reading_head_ms"] = head_ms
+    added_ms = (last_s - middle_s) * 1e3 - head_ms
+    recorder.figure(name, added_ms, "ms", better=Better.LOWER, details=details)

@@ -34,7 +34,7 @@ FIELDS = {
 ON_CPU = {
     "decode": "decode step, batch 4, context 32",
     "prompts": "prompt step, 32 tokens behind 64",
-    "sampling": "LAST adds to a decode step, top-p 0.95, batch 4",
+    "sampling": "sampling adds to a decode step, top-p 0.95, batch 4",
     "wire_copies": "hidden states 64 x 64 to the device and back, int8",
     "cluster": "cluster of 2 stages on one device, 2 streams",
     "failures": "pause after kill -9 and restart",
