@@ -17,7 +17,7 @@ from checkpoint.multipliers import RowScale
 from checkpoint.names import LLAMA_NAMES, NameTable
 from checkpoint.ngrams import NgramEmbedding
 from checkpoint.quantization import BlockTensors, Quantization
-from checkpoint.recurrent import Mamba2, NoMixer, Pageless, Recurrent, StatePart, recurrent_of
+from checkpoint.recurrent import Mamba2, NoMixer, Pageless, Recurrent, StatePart
 from checkpoint.rope_config import QueryGrowth, RopeConfig, RopeKind
 from checkpoint.streams import GatedCollapse, GatedConnection, HyperConnection, WeightedCollapse
 
@@ -385,10 +385,14 @@ class LayerPlan:
     ngrams: NgramEmbedding | None = None
 
     @property
+    def recurrent(self) -> Recurrent | None:
+        """The mixer with a state: its own, or the one beside it; None without one."""
+        return self.mixer if isinstance(self.mixer, Recurrent) else self.beside
+
+    @property
     def state_parts(self) -> tuple[StatePart, ...]:
         """What it keeps of a sequence beside pages: the state of its mixer, then that of `ngrams`."""
-        mixer = recurrent_of(self)
-        of_mixer = () if mixer is None else mixer.state_parts
+        of_mixer = () if self.recurrent is None else self.recurrent.state_parts
         return of_mixer if self.ngrams is None else (*of_mixer, *self.ngrams.state_parts)
 
     @property
@@ -570,7 +574,7 @@ class Blueprint:
     @property
     def is_recurrent(self) -> bool:
         """Whether a layer has recurrent states."""
-        return any(recurrent_of(layer) is not None for layer in self.kinds)
+        return any(layer.recurrent is not None for layer in self.kinds)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

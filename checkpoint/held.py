@@ -17,7 +17,7 @@ from checkpoint.dtypes import INT4_GROUP, INT4_ROWS, DType, PackedDType, ScaledD
 from checkpoint.errors import UnsupportedModel
 from checkpoint.names import EXPERT_ROLES, NameTable, Pack, TensorRole
 from checkpoint.quantization import Awq, Fp4, Gptq, PackedInts, Quantization, Scaled, Scheme
-from checkpoint.recurrent import Pageless, StatePart, recurrent_of
+from checkpoint.recurrent import Pageless, StatePart
 from checkpoint.tensors import (
     STREAM_ROLES,
     RoleShapes,
@@ -348,7 +348,7 @@ _NOT_ROUNDED: Mapping[str, Callable[[LayerPlan], bool]] = {
     "is a mixture of experts": lambda kind: isinstance(kind.feed_forward, Experts),
     "has compressed attention": lambda kind: isinstance(kind.mixer, Compressed),
     "has latent attention": lambda kind: isinstance(kind.mixer, Latent),
-    "has recurrent layers": lambda kind: recurrent_of(kind) is not None,
+    "has recurrent layers": lambda kind: kind.recurrent is not None,
 }
 """Layers whose weights keep the run dtype, and what a model with one of them is or has."""
 

@@ -4,16 +4,8 @@ value.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
-
-from checkpoint.compressed import Compressed
-from checkpoint.streams import GatedConnection
-
-if TYPE_CHECKING:
-    from checkpoint.blueprint import LayerPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,29 +236,6 @@ class NoMixer(_Pageless):
     def q_size(self) -> int:
         """There are no queries."""
         return 0
-
-
-def only_on_cpus(layers: Iterable[LayerPlan]) -> str | None:
-    """What GPUs do not compute; None if they compute all `layers`."""
-    found = (_only_on_cpus(layer) for layer in layers)
-    return next((name for name in found if name is not None), None)
-
-
-def _only_on_cpus(layer: LayerPlan) -> str | None:
-    if layer.beside is not None:
-        return "Mamba2 beside attention"
-    if isinstance(layer.mixer, KimiDelta):
-        return "Kimi Delta Attention"
-    if isinstance(layer.connection, GatedConnection):
-        return "mixing of gated residual streams"
-    if isinstance(layer.mixer, GatedDelta) and layer.mixer.has_sigmoid_gate:
-        return "Gated DeltaNet with a sigmoid gate"
-    return "compressed attention" if isinstance(layer.mixer, Compressed) else None
-
-
-def recurrent_of(layer: LayerPlan) -> Recurrent | None:
-    """The mixer with a state of a layer that has one: alone, or beside attention."""
-    return layer.mixer if isinstance(layer.mixer, Recurrent) else layer.beside
 
 
 Recurrent = GatedDelta | KimiDelta | Mamba2

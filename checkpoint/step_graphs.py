@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable
 
 from checkpoint.blueprint import Attention, Experts, Latent, LayerPlan, Mixer, NoFeedForward, Opaque
 from checkpoint.compressed import Compressed
+from checkpoint.devices import only_on_cpus
 from checkpoint.dtypes import DType
-from checkpoint.recurrent import NoMixer, Pageless, Recurrent, only_on_cpus
+from checkpoint.recurrent import NoMixer, Pageless, Recurrent
 
 _MIXED_SIZES = (64, 128, 256, 512)
 _FEW_SEQUENCES = (1, 2, 4)

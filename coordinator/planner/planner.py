@@ -15,10 +15,10 @@ from itertools import accumulate, pairwise
 from typing import NoReturn
 
 from checkpoint import Blueprint, Compressed, DType, ScaledDType
+from checkpoint.devices import only_on_cpus
 from checkpoint.dtypes import OVERFLOWS_F16
 from checkpoint.held import has_held
 from checkpoint.implementation import Implementation
-from checkpoint.recurrent import only_on_cpus
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
 from coordinator.planner.plan import (

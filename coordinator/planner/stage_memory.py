@@ -101,7 +101,6 @@ from checkpoint import (
 from checkpoint.block_indexer import BlockIndexer
 from checkpoint.held import table_bytes
 from checkpoint.implementation import Implementation
-from checkpoint.recurrent import recurrent_of
 from checkpoint.step_graphs import graph_bytes
 from checkpoint.step_sizes import (
     BLOCK_SCORES,
@@ -540,7 +539,7 @@ def _chunk_bytes(layer: LayerPlan, num_tokens: int) -> int:
     """Products between the tokens of a chunk in a recurrent layer, float32: decays, their logarithms, and
     weights of all heads. With decays per channel, keys and queries are copied with their factors, too.
     """
-    if (mixer := recurrent_of(layer)) is None:
+    if (mixer := layer.recurrent) is None:
         return 0
     chunk = min(num_tokens, CHUNK_TOKENS)
     of_channels = 0

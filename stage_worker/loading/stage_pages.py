@@ -16,7 +16,6 @@ from checkpoint import (
     entry_bytes_per_block,
     state_bytes,
 )
-from checkpoint.recurrent import recurrent_of
 from kvcache import group_windows
 from kvcache.layer_rows import NO_ROWS, LayerRows, RowKind
 from kvcache.pages import IndexKeys, KvPages, PageGroups
@@ -108,7 +107,7 @@ def new_pages(
 def memory_places(layer: LayerPlan, group: int) -> list[int | None]:
     """`group` if a layer has pages, and then None if it has a state, see `PageGroups`."""
     pages = [] if isinstance(layer.mixer, Pageless) else [group]
-    return [*pages, *([] if recurrent_of(layer) is None else [None])]
+    return [*pages, *([] if layer.recurrent is None else [None])]
 
 
 def _kind_of_pages(assignment: Assignment) -> Callable[..., KvPages]:

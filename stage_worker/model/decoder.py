@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from checkpoint import Blueprint, Checkpoint, DType, Mixer, Pageless
-from checkpoint.recurrent import only_on_cpus
+from checkpoint.devices import only_on_cpus
 from checkpoint.step_graphs import are_recordable
 from kvcache.layer_rows import RowKind
 from stage_worker.backends.contract import KernelChoice

@@ -24,7 +24,6 @@ from checkpoint import (
 from checkpoint.boundary import HIDDEN_STATES
 from checkpoint.compressed import Compressed, compressors_of, has_entries
 from checkpoint.implementation import Implementation
-from checkpoint.recurrent import recurrent_of
 from kvcache import group_windows
 from stage_worker.model.attention_views import Place, ViewRules
 from stage_worker.model.attention_work import queries_per_item
@@ -86,7 +85,7 @@ class PipelineStage(ABC):
         self._windows = frozenset(self.windows)
         self.needs_tokens = any(layer.needs_tokens for layer in config.layers[layer_begin:layer_end])
         self._paged = [mixer for mixer in mixers if not isinstance(mixer, Pageless)]
-        self.is_recurrent = any(recurrent_of(layer) for layer in config.layers[layer_begin:layer_end])
+        self.is_recurrent = any(layer.recurrent for layer in config.layers[layer_begin:layer_end])
         self._compressors = compressors_of(mixers)
         self._queries_per_item = min(map(self._queries_of, self._paged), default=1)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import Checkpoint, DType, Experts, GatedDelta
-from checkpoint.recurrent import only_on_cpus
+from checkpoint.devices import only_on_cpus
 from tests.checkpoints import load_reference
 from tests.families import FAMILIES, make_family
 from tests.gpu.devices import queue_of
