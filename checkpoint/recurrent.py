@@ -7,6 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+UNIT_EPS = 1e-6
+"""Added to the squared length of queries and keys of delta rules, which are scaled to unit length."""
+
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
@@ -126,6 +129,21 @@ class KimiDelta(_Pageless):
     kernel_size: int
     norm_eps: float
     has_rates: bool = False
+
+    @property
+    def num_key_heads(self) -> int:
+        """Each head has a key of its own."""
+        return self.num_heads
+
+    @property
+    def key_dim(self) -> int:
+        """Rows of the state of a head."""
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of the state of a head."""
+        return self.head_dim
 
     @property
     def q_size(self) -> int:

@@ -10,12 +10,13 @@ from torch import Tensor
 from checkpoint import Experts, Norm
 from checkpoint.blueprint import NormKind
 from checkpoint.names import TensorRole
-from stage_worker.model.experts import ExpertMixture, with_rows
+from stage_worker.model.experts import ExpertMixture
 from stage_worker.model.feed_forward import Mlp
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import ExpertsWeights
 from stage_worker.model.norms import NormWeights, RowNorm, row_norm
 from stage_worker.model.operations import Operations
+from stage_worker.model.step_layout import with_rows
 
 
 class Branches:

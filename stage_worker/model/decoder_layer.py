@@ -36,10 +36,10 @@ from stage_worker.model.branches import Branches
 from stage_worker.model.compressed_attention import CompressedAttention
 from stage_worker.model.experts import ExpertMixture
 from stage_worker.model.feed_forward import FeedForward, Mlp
-from stage_worker.model.gated_delta import GatedDeltaNet
+from stage_worker.model.gated_delta import gated_delta_net
 from stage_worker.model.hyper_connections import connection_of, written
 from stage_worker.model.kernels import AttentionMethod, Kernels
-from stage_worker.model.kimi_delta import KimiDeltaAttention
+from stage_worker.model.kimi_delta import kimi_delta_attention
 from stage_worker.model.latent_attention import LatentAttention
 from stage_worker.model.layer_weights import (
     AttentionWeights,
@@ -51,7 +51,7 @@ from stage_worker.model.layer_weights import (
     LayerWeights,
     MambaWeights,
 )
-from stage_worker.model.mamba2 import StateSpaceModel
+from stage_worker.model.mamba2 import state_space_model
 from stage_worker.model.ngrams import NgramFeatures
 from stage_worker.model.norms import NormWeights, RowNorm, row_norm, unit_norm
 from stage_worker.model.operations import (
@@ -259,13 +259,13 @@ def _mixer(mixer: Mixer, weights: LayerWeights, operations: Operations, kernels:
         return GroupedAttention(mixer, weights, operations, kernels)
     if isinstance(mixer, GatedDelta):
         assert isinstance(weights.mixer, DeltaWeights), "weights of another kind"
-        return GatedDeltaNet(mixer, weights.mixer, operations, kernels)
+        return gated_delta_net(mixer, weights.mixer, operations, kernels)
     if isinstance(mixer, KimiDelta):
         assert isinstance(weights.mixer, KimiDeltaWeights), "weights of another kind"
-        return KimiDeltaAttention(mixer, weights.mixer, kernels)
+        return kimi_delta_attention(mixer, weights.mixer, kernels)
     if isinstance(mixer, Mamba2):
         assert isinstance(weights.mixer, MambaWeights), "weights of another kind"
-        return StateSpaceModel(mixer, weights.mixer, operations, kernels)
+        return state_space_model(mixer, weights.mixer, operations, kernels)
     if isinstance(mixer, Compressed):
         assert isinstance(weights.mixer, CompressedWeights), "weights of another kind"
         return CompressedAttention(mixer, weights.mixer, weights.norms, kernels)
@@ -301,7 +301,7 @@ class Beside:
     def __init__(self, plan: Mamba2, weights: LayerWeights, operations: Operations, kernels: Kernels) -> None:
         """Packed weights replace the given ones."""
         assert weights.beside is not None and weights.beside_o is not None, "weights of another kind"
-        self._mix = StateSpaceModel(plan, weights.beside, operations, kernels)
+        self._mix = state_space_model(plan, weights.beside, operations, kernels)
         self._o = project(weights.beside_o, weights.beside_o_bias, kernels.layer_products)
 
     def added_to(self, output: Tensor, normed: Tensor, memory: LayerMemory) -> Tensor:

@@ -21,6 +21,7 @@ from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import ExpertsWeights
 from stage_worker.model.operations import Operations, Products
 from stage_worker.model.projections import Weight, project
+from stage_worker.model.step_layout import with_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,12 +110,6 @@ def rows_of_each(chosen: Tensor, num_experts: int) -> Tensor:
     `torch.bincount` would: the length of its result depends on the values.
     """
     return chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
-
-
-def with_rows(x: Tensor, num_rows: int) -> Tensor:
-    """`x` with rows of zeros after it, up to `num_rows`."""
-    missing = num_rows - len(x)
-    return torch.cat((x, x.new_zeros(missing, x.shape[1]))) if missing else x
 
 
 class ExpertMixture:

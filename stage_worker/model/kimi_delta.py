@@ -15,92 +15,82 @@ Source: Kimi Team 2025, arXiv:2510.26692, section 3; flash-linear-attention's ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
 from checkpoint import KimiDelta
-from checkpoint.step_sizes import CHUNK_TOKENS
 from stage_worker.model.causal_convolution import CausalConvolution
-from stage_worker.model.gated_delta import unit_length
+from stage_worker.model.gated_delta import delta_step, unit_length
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import KimiDeltaWeights
 from stage_worker.model.norms import unit_norm
+from stage_worker.model.operations import GateProjection
 from stage_worker.model.projections import project
-from stage_worker.model.step_layout import LayerMemory, LayerStates
+from stage_worker.model.recurrence import RecurrentMixer, advance, decay_rates
+from stage_worker.model.step_layout import LayerStates, with_rows
 
 
-class KimiDeltaAttention:
-    """See `KimiDelta`."""
+def kimi_delta_attention(mixer: KimiDelta, weights: KimiDeltaWeights, kernels: Kernels) -> RecurrentMixer:
+    """See `KimiDelta`. Packed weights replace the given ones."""
+    expand = SeparateGates(weights, kernels)
+    projection = project(weights.input, None, kernels.layer_products)
+    return RecurrentMixer(projection, SeparateChannelDelta(mixer, weights, expand))
 
-    def __init__(self, mixer: KimiDelta, weights: KimiDeltaWeights, kernels: Kernels) -> None:
-        """Packed weights replace the given ones."""
-        self._mixer = mixer
-        products = kernels.layer_products
-        self._input = project(weights.input, None, products)
-        self._decay_up = project(weights.decay_up, None, products)
-        self._gate_up = project(weights.gate_up, None, products)
+
+class SeparateGates:
+    """A `GateProjection` by two products. Packed weights replace the given ones."""
+
+    def __init__(self, weights: KimiDeltaWeights, kernels: Kernels) -> None:
+        self._decay, self._gate = (
+            project(weight, None, kernels.layer_products) for weight in (weights.decay_up, weights.gate_up)
+        )
+
+    def __call__(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        of_decays, of_gates = latents.chunk(2, dim=1)
+        return self._decay(of_decays.contiguous()), self._gate(of_gates.contiguous())
+
+
+class SeparateChannelDelta:
+    """A `StateFunction` by torch's operators."""
+
+    def __init__(self, mixer: KimiDelta, weights: KimiDeltaWeights, expand: GateProjection) -> None:
+        self._mixer, self._expand = mixer, expand
         self._convolution = CausalConvolution(weights.conv)
-        rates = weights.decay if mixer.has_rates else -weights.decay.exp()
-        self._rates = rates.view(mixer.num_heads, 1)
+        self._rates = decay_rates(weights.decay, has_rates=mixer.has_rates).view(mixer.num_heads, 1)
         self._dt_bias = weights.dt_bias
         self._unit_norm = unit_norm(mixer.norm_eps)
         self._norm_weight = weights.norm.float()
 
-    def __call__(self, normed: Tensor, memory: LayerMemory) -> Tensor:
-        """Gated output [m, heads * head_dim] of `normed` [m, hidden_size], with zeros after the step's
-        tokens.
-        """
-        assert isinstance(memory, LayerStates), "memory of another kind"
-        mixer, rows, num_tokens = self._mixer, memory.rows, memory.step.num_tokens
-        mixed, beta, *latents = self._input(normed).split_with_sizes(
-            (mixer.conv_size, mixer.num_heads, mixer.rank, mixer.rank), dim=1
+    def __call__(self, projected: Tensor, memory: LayerStates) -> Tensor:
+        mixer, num_tokens = self._mixer, memory.step.num_tokens
+        mixed, beta, latents = projected.split_with_sizes(
+            (mixer.conv_size, mixer.num_heads, 2 * mixer.rank), dim=1
         )
-        strength = beta[:num_tokens].sigmoid().float()
-        decay = self._decays(self._decay_up(latents[0].contiguous())[:num_tokens])
-        output = torch.empty(num_tokens, mixer.num_heads, mixer.head_dim, device=normed.device)
-        if rows.singles is not None:
-            self._decode(mixed, strength, decay, output, memory)
-        for begin, end, slot in rows.longer:
-            part = slice(begin, end)
-            query, key, value = self._heads(self._convolution.of_chunk(mixed[part], memory.conv[slot]))
-            for first in range(0, end - begin, CHUNK_TOKENS):
-                at = slice(first, first + CHUNK_TOKENS)
-                output[part][at] = channel_delta_chunk(
-                    query[at],
-                    key[at],
-                    value[at],
-                    strength[part][at],
-                    decay[part][at],
-                    memory.recurrent[slot],
-                )
-        gate = self._gate_up(latents[1].contiguous())[:num_tokens]
-        gated = self._gated(output, gate).to(normed.dtype)
-        return pad(gated, (0, 0, 0, len(normed) - num_tokens)) if len(normed) > num_tokens else gated
+        decay, gate = (x[:num_tokens] for x in self._expand(latents))
+        gates = beta[:num_tokens].sigmoid().float(), self._decays(decay)
+        output = torch.empty(num_tokens, mixer.num_heads, mixer.head_dim, device=projected.device)
+        advance(self, self._convolution, mixed, gates, memory, output)
+        return with_rows(self._gated(output, gate).to(projected.dtype), len(projected))
+
+    def of_singles(self, convolved: Tensor, gates: Sequence[Tensor], states: Tensor) -> Tensor:
+        """See `Recurrence`; `gates` are strengths [b, heads] and decays [b, heads, head_dim]."""
+        return delta_step(*self._heads(convolved), *gates, states)
+
+    def of_chunk(self, convolved: Tensor, gates: Sequence[Tensor], state: Tensor) -> Tensor:
+        """See `Recurrence`."""
+        return channel_delta_chunk(*self._heads(convolved), *gates, state)
 
     def _decays(self, projected: Tensor) -> Tensor:
         """Logarithms [n, heads, head_dim] of decays."""
         heads = softplus(projected.float() + self._dt_bias)
         return torch.unflatten(heads, 1, (self._mixer.num_heads, -1)).mul_(self._rates)
 
-    def _decode(
-        self, mixed: Tensor, strength: Tensor, decay: Tensor, output: Tensor, memory: LayerStates
-    ) -> None:
-        """Fill the rows of one-token slices in `output`."""
-        rows, slots = memory.rows.singles, memory.rows.single_slots
-        assert rows is not None and slots is not None
-        fresh, strength, decay = (x.index_select(0, rows) for x in (mixed, strength, decay))
-        query, key, value = self._heads(self._convolution.of_singles(fresh, memory.conv, slots))
-        state = memory.recurrent.index_select(0, slots).mul_(decay.exp_()[..., None])
-        predicted = (key[:, :, None] @ state)[:, :, 0]
-        update = (value - predicted).mul_(strength[..., None])
-        state.addcmul_(key[..., None], update[:, :, None])
-        output.index_copy_(0, rows, (query[:, :, None] @ state)[:, :, 0])
-        memory.recurrent.index_copy_(0, slots, state)
-
     def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [n, heads, head_dim] in float32."""
-        query, key, value = convolved.float().view(len(convolved), 3, self._mixer.num_heads, -1).unbind(1)
+        """Queries, keys and values [n, heads, head_dim]."""
+        query, key, value = convolved.view(len(convolved), 3, self._mixer.num_heads, -1).unbind(1)
         return unit_length(query) * self._mixer.head_dim**-0.5, unit_length(key), value
 
     def _gated(self, output: Tensor, gate: Tensor) -> Tensor:

@@ -1,12 +1,9 @@
 """Mamba2: a state space model whose memory of a sequence is one state, see `checkpoint.Mamba2`.
 
-* One-token slices are computed together: each reads and writes its whole state.
-* Longer slices are computed one after the other, in parts of `CHUNK_TOKENS`: within a part, tokens act on
-  each other by a triangular matrix of each head, and the state enters and leaves by one product of each
-  group (state space duality).
-
-A prompt token by token would take eight times as long (128 heads of 64, a state of 128: 1.1 ms a token and
-layer on one core, 0.14 ms in parts of 64, and no less in parts of 16 to 256).
+Within a part of a longer slice, tokens act on each other by a triangular matrix of each head, and the state
+enters and leaves by one product of each group (state space duality). A prompt token by token would take eight
+times as long (128 heads of 64, a state of 128: 1.1 ms a token and layer on one core, 0.14 ms in parts of 64,
+and no less in parts of 16 to 256).
 
 Both compute the same sums in another order. Everything from the inputs after the convolution to the normed
 output is float32, as is the state; the normed output is rounded once. transformers rounds time steps to
@@ -20,39 +17,31 @@ Source: Dao and Gu 2024, arXiv:2405.21060, section 6; transformers' mamba2_chunk
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, silu, softplus
+from torch.nn.functional import silu, softplus
 
 from checkpoint import Mamba2
 from checkpoint.recurrent import GateNorm
-from checkpoint.step_sizes import CHUNK_TOKENS
 from stage_worker.model.causal_convolution import CausalConvolution
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import MambaWeights
 from stage_worker.model.norms import unit_norm
-from stage_worker.model.operations import Operations, StateFunction
+from stage_worker.model.operations import Operations
 from stage_worker.model.projections import project
-from stage_worker.model.step_layout import LayerMemory, LayerStates
+from stage_worker.model.recurrence import RecurrentMixer, advance, decay_rates
+from stage_worker.model.step_layout import LayerStates, with_rows
 
 
-class StateSpaceModel:
-    """See `Mamba2`."""
-
-    def __init__(
-        self, mixer: Mamba2, weights: MambaWeights, operations: Operations, kernels: Kernels
-    ) -> None:
-        """Packed weights replace the given ones."""
-        self._input = project(weights.input, weights.input_bias, kernels.layer_products)
-        fused = operations.scan_function(mixer, weights)
-        self._mix: StateFunction = fused or SeparateScan(mixer, weights)
-
-    def __call__(self, normed: Tensor, memory: LayerMemory) -> Tensor:
-        """Gated output [m, heads * head_dim] of `normed` [m, hidden_size], with zeros after the step's
-        tokens.
-        """
-        assert isinstance(memory, LayerStates), "memory of another kind"
-        return self._mix(self._input(normed), memory)
+def state_space_model(
+    mixer: Mamba2, weights: MambaWeights, operations: Operations, kernels: Kernels
+) -> RecurrentMixer:
+    """See `Mamba2`. Packed weights replace the given ones."""
+    fused = operations.scan_function(mixer, weights)
+    projection = project(weights.input, weights.input_bias, kernels.layer_products)
+    return RecurrentMixer(projection, fused or SeparateScan(mixer, weights))
 
 
 class SeparateScan:
@@ -61,51 +50,33 @@ class SeparateScan:
     def __init__(self, mixer: Mamba2, weights: MambaWeights) -> None:
         self._mixer = mixer
         self._convolution = CausalConvolution(weights.conv, weights.conv_bias)
-        self._decay = weights.decay if mixer.has_rates else -weights.decay.exp()
+        self._rates = decay_rates(weights.decay, has_rates=mixer.has_rates)
         self._dt_bias = weights.dt_bias
         self._skip = weights.skip.repeat_interleave(mixer.head_dim)
         self._unit_norm = unit_norm(mixer.norm_eps)
         self._norm_weight = None if weights.norm is None else weights.norm.float()
 
     def __call__(self, projected: Tensor, memory: LayerStates) -> Tensor:
-        mixer, rows = self._mixer, memory.rows
-        num_tokens = memory.step.num_tokens
+        mixer, num_tokens = self._mixer, memory.step.num_tokens
         gate, mixed, dt = projected[:num_tokens].split_with_sizes(
             (mixer.o_size, mixer.conv_size, mixer.num_heads), dim=1
         )
         time_step = softplus(dt.float() + self._dt_bias)
         output = torch.empty(num_tokens, mixer.o_size, device=projected.device)
-        if rows.singles is not None:
-            self._decode(mixed, time_step, output, memory)
-        for begin, end, slot in rows.longer:
-            part = slice(begin, end)
-            convolved = self._convolution.of_chunk(mixed[part], memory.conv[slot]).float()
-            steps, state = time_step[part], memory.recurrent[slot]
-            for first in range(0, end - begin, CHUNK_TOKENS):
-                at = slice(first, first + CHUNK_TOKENS)
-                output[part][at] = self._scanned(convolved[at], steps[at], state)
-        gated = self._gated(output, gate).to(projected.dtype)
-        missing = len(projected) - num_tokens
-        return pad(gated, (0, 0, 0, missing)) if missing else gated
+        advance(self, self._convolution, mixed, (time_step,), memory, output)
+        return with_rows(self._gated(output, gate).to(projected.dtype), len(projected))
 
-    def _decode(self, mixed: Tensor, time_step: Tensor, output: Tensor, memory: LayerStates) -> None:
-        """Fill the rows of one-token slices in `output`."""
-        rows, slots = memory.rows.singles, memory.rows.single_slots
-        assert rows is not None and slots is not None
-        fresh, steps = mixed.index_select(0, rows), time_step.index_select(0, rows)
-        x, b, c = self._parts(self._convolution.of_singles(fresh, memory.conv, slots).float())
-        state = memory.recurrent.index_select(0, slots)
-        state *= self._by_group((steps * self._decay).exp())[:, :, None]
-        state.addcmul_(b[..., None], (x * self._by_group(steps))[:, :, None])
-        memory.recurrent.index_copy_(0, slots, state)
-        found = (c[:, :, None] @ state).flatten(1)
-        output.index_copy_(0, rows, found.addcmul_(x.flatten(1), self._skip))
+    def of_singles(self, convolved: Tensor, gates: Sequence[Tensor], states: Tensor) -> Tensor:
+        """See `Recurrence`; the gate is time steps [b, heads]."""
+        (steps,), (x, b, c) = gates, self._parts(convolved)
+        states *= self._by_group((steps * self._rates).exp())[:, :, None]
+        states.addcmul_(b[..., None], (x * self._by_group(steps))[:, :, None])
+        return (c[:, :, None] @ states).flatten(1).addcmul_(x.flatten(1), self._skip)
 
-    def _scanned(self, convolved: Tensor, time_step: Tensor, state: Tensor) -> Tensor:
-        """Output [n, heads * head_dim] of one chunk after `state`, which advances."""
-        x, b, c = self._parts(convolved)
-        weighted = x * self._by_group(time_step)
-        found = scan_chunk(weighted, b, c, time_step * self._decay, state)
+    def of_chunk(self, convolved: Tensor, gates: Sequence[Tensor], state: Tensor) -> Tensor:
+        """See `Recurrence`."""
+        (steps,), (x, b, c) = gates, self._parts(convolved)
+        found = scan_chunk(x * self._by_group(steps), b, c, steps * self._rates, state)
         return found.flatten(1).addcmul_(x.flatten(1), self._skip)
 
     def _parts(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -179,6 +179,10 @@ StateFunction = Callable[[Tensor, LayerStates], Tensor]
 """A recurrent mixer between its projections: gated output [m, o_size] of rows [m, in] of the first, with
 zeros after the step's tokens. States advance.
 """
+GateProjection = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Decays and output gates of Kimi Delta Attention, [n, heads * head_dim] each, of their latents
+[n, 2 * rank], those of decays first.
+"""
 
 
 class Operations(Protocol):
