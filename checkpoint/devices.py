@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from checkpoint.blueprint import LayerPlan
 from checkpoint.compressed import Compressed
-from checkpoint.recurrent import GatedDelta, KimiDelta
 from checkpoint.streams import GatedConnection
 
 
@@ -17,12 +16,6 @@ def only_on_cpus(layers: Iterable[LayerPlan]) -> str | None:
 
 
 def _only_on_cpus(layer: LayerPlan) -> str | None:
-    if layer.beside is not None:
-        return "Mamba2 beside attention"
-    if isinstance(layer.mixer, KimiDelta):
-        return "Kimi Delta Attention"
     if isinstance(layer.connection, GatedConnection):
         return "mixing of gated residual streams"
-    if isinstance(layer.mixer, GatedDelta) and layer.mixer.has_sigmoid_gate:
-        return "Gated DeltaNet with a sigmoid gate"
     return "compressed attention" if isinstance(layer.mixer, Compressed) else None

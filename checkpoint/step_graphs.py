@@ -8,7 +8,7 @@ from checkpoint.blueprint import Attention, Experts, Latent, LayerPlan, Mixer, N
 from checkpoint.compressed import Compressed
 from checkpoint.devices import only_on_cpus
 from checkpoint.dtypes import DType
-from checkpoint.recurrent import NoMixer, Pageless, Recurrent
+from checkpoint.recurrent import KimiDelta, NoMixer, Pageless, Recurrent
 
 _MIXED_SIZES = (64, 128, 256, 512)
 _FEW_SEQUENCES = (1, 2, 4)
@@ -92,10 +92,13 @@ def partial_bytes(mixer: Mixer) -> int:
 
 
 def _token_elements(hidden_size: int, layer: LayerPlan) -> int:
-    """Elements of one token: input, output, residual and norms, heads, and the feed-forward."""
+    """Elements of one token: input, output, residual and norms, heads, what is beside them with an output of
+    its own, and the feed-forward.
+    """
     feed_forward = layer.feed_forward
     inner = 0 if isinstance(feed_forward, Experts | Opaque | NoFeedForward) else 3 * feed_forward.width
-    return 6 * hidden_size + _mixer_elements(layer.mixer) + inner
+    beside = 0 if layer.beside is None else hidden_size + _mixer_elements(layer.beside)
+    return 6 * hidden_size + _mixer_elements(layer.mixer) + beside + inner
 
 
 def _mixer_elements(mixer: Mixer) -> int:
@@ -103,7 +106,8 @@ def _mixer_elements(mixer: Mixer) -> int:
         return 0
     if isinstance(mixer, Recurrent):
         # Projection, convolution, output in the run dtype or in float32, and gated.
-        return 2 * mixer.conv_size + mixer.o_size + 2 * mixer.num_heads + 3 * mixer.o_size
+        of_gates = 2 * mixer.rank + mixer.q_size if isinstance(mixer, KimiDelta) else 0
+        return 2 * mixer.conv_size + mixer.o_size + 2 * mixer.num_heads + of_gates + 3 * mixer.o_size
     if isinstance(mixer, Latent):
         absorbed = mixer.num_heads * (3 * mixer.kv_rank + mixer.rope_dim)
         return absorbed + (mixer.query_rank or 0) + 2 * (mixer.q_size + mixer.o_size + mixer.page_shape.width)

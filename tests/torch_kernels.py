@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from checkpoint import GatedDelta, Mamba2
+from checkpoint import GatedDelta, KimiDelta, Mamba2
 from stage_worker.backends import tensor_views
 from stage_worker.backends.tensor_views import scale_rows, unscale_rows
 from stage_worker.model import attention_work, operations, projections
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.gated_delta import SeparateDelta
-from stage_worker.model.layer_weights import DeltaWeights, MambaWeights
+from stage_worker.model.kimi_delta import SeparateChannelDelta
+from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights
 from stage_worker.model.mamba2 import SeparateScan
-from stage_worker.model.operations import StateFunction, TorchOperations, limited
+from stage_worker.model.operations import GateProjection, StateFunction, TorchOperations, limited
 from stage_worker.model.state_rows import StateRows
 from stage_worker.model.step_layout import LayerStates
 from stage_worker.sampling import step_rows
@@ -48,6 +49,11 @@ class _StateOperations(TorchOperations):
 
     def delta_function(self, mixer: GatedDelta, weights: DeltaWeights) -> StateFunction:
         return _TableRows(SeparateDelta(mixer, weights))
+
+    def channel_delta_function(
+        self, mixer: KimiDelta, weights: KimiDeltaWeights, expand: GateProjection
+    ) -> StateFunction:
+        return _TableRows(SeparateChannelDelta(mixer, weights, expand))
 
     def scan_function(self, mixer: Mamba2, weights: MambaWeights) -> StateFunction:
         return _TableRows(SeparateScan(mixer, weights))

@@ -262,7 +262,7 @@ def _mixer(mixer: Mixer, weights: LayerWeights, operations: Operations, kernels:
         return gated_delta_net(mixer, weights.mixer, operations, kernels)
     if isinstance(mixer, KimiDelta):
         assert isinstance(weights.mixer, KimiDeltaWeights), "weights of another kind"
-        return kimi_delta_attention(mixer, weights.mixer, kernels)
+        return kimi_delta_attention(mixer, weights.mixer, operations, kernels)
     if isinstance(mixer, Mamba2):
         assert isinstance(weights.mixer, MambaWeights), "weights of another kind"
         return state_space_model(mixer, weights.mixer, operations, kernels)

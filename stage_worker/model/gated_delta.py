@@ -67,7 +67,8 @@ class SeparateDelta:
 
     def of_chunk(self, convolved: Tensor, gates: Sequence[Tensor], state: Tensor) -> Tensor:
         """See `Recurrence`."""
-        return delta_chunk(*self._heads(convolved), *gates, state)
+        strength, decay = gates
+        return delta_chunk(*self._heads(convolved), strength, decay, state)
 
     def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [n, heads, key_dim] and values [n, heads, value_dim]."""

@@ -27,17 +27,40 @@ from stage_worker.model.gated_delta import delta_step, unit_length
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import KimiDeltaWeights
 from stage_worker.model.norms import unit_norm
-from stage_worker.model.operations import GateProjection
+from stage_worker.model.operations import GateProjection, Operations
 from stage_worker.model.projections import project
 from stage_worker.model.recurrence import RecurrentMixer, advance, decay_rates
 from stage_worker.model.step_layout import LayerStates, with_rows
 
 
-def kimi_delta_attention(mixer: KimiDelta, weights: KimiDeltaWeights, kernels: Kernels) -> RecurrentMixer:
+def kimi_delta_attention(
+    mixer: KimiDelta, weights: KimiDeltaWeights, operations: Operations, kernels: Kernels
+) -> RecurrentMixer:
     """See `KimiDelta`. Packed weights replace the given ones."""
-    expand = SeparateGates(weights, kernels)
+    expand = _gate_projection(weights, kernels)
+    fused = operations.channel_delta_function(mixer, weights, expand)
     projection = project(weights.input, None, kernels.layer_products)
-    return RecurrentMixer(projection, SeparateChannelDelta(mixer, weights, expand))
+    return RecurrentMixer(projection, fused or SeparateChannelDelta(mixer, weights, expand))
+
+
+def _gate_projection(weights: KimiDeltaWeights, kernels: Kernels) -> GateProjection:
+    """On GPUs one launch, of plain weights."""
+    decay, gate = weights.decay_up, weights.gate_up
+    if kernels.are_triton and isinstance(decay, Tensor) and isinstance(gate, Tensor):
+        return BatchedGates(decay, gate)
+    return SeparateGates(weights, kernels)
+
+
+class BatchedGates:
+    """A `GateProjection` by one batched product, with copies of both weights [heads * head_dim, rank]."""
+
+    def __init__(self, decay: Tensor, gate: Tensor) -> None:
+        self._weights = torch.stack((decay, gate)).transpose(1, 2)
+
+    def __call__(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        both = latents.view(len(latents), 2, -1).transpose(0, 1)
+        of_decays, of_gates = torch.bmm(both, self._weights)
+        return of_decays, of_gates
 
 
 class SeparateGates:
@@ -77,11 +100,13 @@ class SeparateChannelDelta:
 
     def of_singles(self, convolved: Tensor, gates: Sequence[Tensor], states: Tensor) -> Tensor:
         """See `Recurrence`; `gates` are strengths [b, heads] and decays [b, heads, head_dim]."""
-        return delta_step(*self._heads(convolved), *gates, states)
+        strength, decay = gates
+        return delta_step(*self._heads(convolved), strength, decay, states)
 
     def of_chunk(self, convolved: Tensor, gates: Sequence[Tensor], state: Tensor) -> Tensor:
         """See `Recurrence`."""
-        return channel_delta_chunk(*self._heads(convolved), *gates, state)
+        strength, decay = gates
+        return channel_delta_chunk(*self._heads(convolved), strength, decay, state)
 
     def _decays(self, projected: Tensor) -> Tensor:
         """Logarithms [n, heads, head_dim] of decays."""

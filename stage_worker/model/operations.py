@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from checkpoint import Attention, GatedDelta, Latent, Mamba2, Norm
+from checkpoint import Attention, GatedDelta, KimiDelta, Latent, Mamba2, Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu
 from checkpoint.names import TensorRole
 from stage_worker.model.attention_views import DecodeView, PrefillView
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.kernels import AttentionMethod, Kernels, load, load_triton
-from stage_worker.model.layer_weights import DeltaWeights, MambaWeights
+from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights
 from stage_worker.model.norms import NormWeights, RowNorm, rms_norm, row_norm
 from stage_worker.model.projections import Weight
 from stage_worker.model.rope import RotaryTable, rotate_
@@ -253,6 +253,11 @@ class Operations(Protocol):
     def delta_function(self, mixer: GatedDelta, weights: DeltaWeights) -> StateFunction | None:
         """Gated DeltaNet between its projections."""
 
+    def channel_delta_function(
+        self, mixer: KimiDelta, weights: KimiDeltaWeights, expand: GateProjection
+    ) -> StateFunction | None:
+        """Kimi Delta Attention between the projections of its input and of its output."""
+
     def scan_function(self, mixer: Mamba2, weights: MambaWeights) -> StateFunction | None:
         """Mamba2 between its projections."""
 
@@ -320,6 +325,11 @@ class _SeparateOperations:
         return None
 
     def delta_function(self, mixer: GatedDelta, weights: DeltaWeights) -> StateFunction | None:
+        return None
+
+    def channel_delta_function(
+        self, mixer: KimiDelta, weights: KimiDeltaWeights, expand: GateProjection
+    ) -> StateFunction | None:
         return None
 
     def scan_function(self, mixer: Mamba2, weights: MambaWeights) -> StateFunction | None:

@@ -16,7 +16,6 @@ from checkpoint import (
     Blueprint,
     Checkpoint,
     DType,
-    KimiDelta,
     Latent,
     Pageless,
     stage_weight_bytes,
@@ -160,8 +159,7 @@ class PipelineStage(ABC):
 
     def host_states(self, lengths: Sequence[int], slots: Sequence[int]) -> HostStates:
         """Rows of slices of `lengths` tokens, one after the other, whose recurrent states are in `slots`."""
-        is_plain = any(isinstance(layer.mixer, KimiDelta) for layer in self.config.kinds)
-        return HostStates.of(lengths, slots, by_triton=self.kernels.are_triton and not is_plain)
+        return HostStates.of(lengths, slots, by_triton=self.kernels.are_triton)
 
     @property
     def is_recordable(self) -> bool:

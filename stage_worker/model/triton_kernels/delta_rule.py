@@ -1,4 +1,6 @@
-"""The gated delta rule: states of all sequences of a step, in place, in one launch.
+"""Gated delta rules: states of all sequences of a step, in place, in one launch.
+
+Decays are those of heads (Gated DeltaNet), or of the channels of their keys (Kimi Delta Attention).
 
 Tokens of a slice follow each other within a program, which keeps a part of one head's state in registers:
 all rows of some columns. What a token adds to a column depends on that column alone, so that programs share
@@ -18,23 +20,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from checkpoint import GatedDelta
-from stage_worker.model.state_rows import SEQUENCE_FIELDS, StateRows
+from checkpoint import GatedDelta, KimiDelta
+from checkpoint.recurrent import UNIT_EPS
+from stage_worker.model.state_rows import StateRows
 from stage_worker.model.triton_kernels.gates import softplus
-from stage_worker.model.triton_kernels.launch import Launch, padded
-
-_UNIT_EPS = 1e-6
-"""Added to the squared length of queries and keys."""
-STATE_TILE = {False: (32, 4), True: (8, 1)}
-"""Columns of a state that one program has, and its warps: decodes read and write states as fast as memory
-does, and longer slices wait for sums over the rows, which are fastest within one warp.
-"""
+from stage_worker.model.triton_kernels.launch import padded
+from stage_worker.model.triton_kernels.state_tiles import StateTiles
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DeltaGates:
     """What strengths and decays are computed from: `strength` (b) and `decay` (a) [n, heads] in the run
-    dtype, `rates` (-exp(A_log)) and `bias` [heads] in float32.
+    dtype, `rates` (-exp(A_log)) and `bias` [heads] in float32. `decay` and `bias` of Kimi Delta Attention
+    have a number for each channel of a head's key, [n, heads * key_dim] and [heads * key_dim].
     """
 
     strength: Tensor
@@ -50,11 +48,21 @@ def _unit(x, eps):
 
 
 @triton.jit
+def _of_head(numbers, head, keys, KEY_DIM: tl.constexpr, BY_CHANNEL: tl.constexpr):
+    """The number of a head in float32, or [keys, 1], those of its channels."""
+    if BY_CHANNEL:
+        found = tl.load(numbers + head * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)[:, None]
+    else:
+        found = tl.load(numbers + head)
+    return found.to(tl.float32)
+
+
+@triton.jit
 def delta_kernel(
-    convolved, strengths, decays, gate_stride, rates, biases, states, sequences, found, eps, scale,
-    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, TILES: tl.constexpr, IS_TILED: tl.constexpr,
-    FIELDS: tl.constexpr,
+    convolved, strengths, strength_stride, decays, decay_stride, rates, biases, states, sequences, found, eps,
+    scale, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr,
+    IS_TILED: tl.constexpr, BY_CHANNEL: tl.constexpr, HEADS: tl.constexpr, VALUES: tl.constexpr,
+    TILES: tl.constexpr, FIELDS: tl.constexpr,
 ):
     """`VALUES` columns of one head of one sequence: grid [sequences, HEADS * TILES]."""
     sequence = sequences + tl.program_id(0) * FIELDS
@@ -67,10 +75,10 @@ def delta_kernel(
     own = states + (tl.load(sequence + 2).to(tl.int64) * HEADS + head) * (KEY_DIM * VALUE_DIM)
     own += keys[:, None] * VALUE_DIM + values[None, :]
     key_head = head % KEY_HEADS if IS_TILED else head // (HEADS // KEY_HEADS)
-    rate, bias = tl.load(rates + head), tl.load(biases + head)
+    rate, bias = tl.load(rates + head), _of_head(biases, head, keys, KEY_DIM, BY_CHANNEL)
     state = tl.load(own, mask=mask, other=0.0)
     first = tl.load(sequence).to(tl.int64)
-    into = found.dtype.element_ty
+    given = strengths.dtype.element_ty
     for token in range(num_tokens):
         row = first + token
         at = convolved + row * (2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM)
@@ -79,47 +87,44 @@ def delta_kernel(
         value = tl.load(
             at + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values, mask=is_value, other=0.0
         ).to(tl.float32)
-        strength = tl.sigmoid(tl.load(strengths + row * gate_stride + head).to(tl.float32))
-        strength = strength.to(into).to(tl.float32)
-        decay = rate * softplus(tl.load(decays + row * gate_stride + head).to(tl.float32) + bias)
+        strength = tl.sigmoid(tl.load(strengths + row * strength_stride + head).to(tl.float32))
+        strength = strength.to(given).to(tl.float32)
+        decay = _of_head(decays + row * decay_stride, head, keys, KEY_DIM, BY_CHANNEL) + bias
         query, key = _unit(query, eps) * scale, _unit(key, eps)
-        state = state * tl.exp(decay)
+        state = state * tl.exp(rate * softplus(decay))
         update = (value - tl.sum(key[:, None] * state, 0)) * strength
         state += key[:, None] * update[None, :]
-        output = tl.sum(query[:, None] * state, 0).to(into)
+        output = tl.sum(query[:, None] * state, 0).to(found.dtype.element_ty)
         tl.store(found + row * (HEADS * VALUE_DIM) + head * VALUE_DIM + values, output, mask=is_value)
     tl.store(own, state, mask=mask)
 # fmt: on
 
 
 def delta_rule(
-    convolved: Tensor, gates: DeltaGates, states: Tensor, rows: StateRows, mixer: GatedDelta
+    convolved: Tensor, gates: DeltaGates, states: Tensor, rows: StateRows, mixer: GatedDelta | KimiDelta
 ) -> Tensor:
-    """Output [n, heads * value_dim] in the run dtype, before its norm; `states` advance.
+    """Output [n, heads * value_dim] before its norm, in the run dtype, or in float32 of Kimi Delta Attention;
+    `states` advance.
 
     `convolved` [n, conv_size] are queries, keys and values, `states` float32 [num_states, heads, key_dim,
     value_dim]. Queries and keys are scaled to unit length, and strengths are rounded to the run dtype, as by
     torch's operators. Rows that no sequence has are undefined.
     """
     assert rows.sequences is not None, "slices of torch's operators"
-    num_values, num_warps = STATE_TILE[rows.has_longer]
-    num_values = min(num_values, padded(mixer.value_dim))
-    num_tiles = triton.cdiv(mixer.value_dim, num_values)
-    found = torch.empty_like(convolved[:, : mixer.o_size], memory_format=torch.contiguous_format)
+    by_channel = isinstance(mixer, KimiDelta)
+    dtype = torch.float32 if by_channel else convolved.dtype
+    found = convolved.new_empty(len(convolved), mixer.o_size, dtype=dtype)
     constants = {
         "KEY_HEADS": mixer.num_key_heads,
-        "HEADS": mixer.num_heads,
         "KEY_DIM": mixer.key_dim,
         "VALUE_DIM": mixer.value_dim,
         "KEYS": padded(mixer.key_dim),
-        "VALUES": num_values,
-        "TILES": num_tiles,
-        "IS_TILED": mixer.layout.is_tiled,
-        "FIELDS": SEQUENCE_FIELDS,
+        "IS_TILED": isinstance(mixer, GatedDelta) and mixer.layout.is_tiled,
+        "BY_CHANNEL": by_channel,
     }
-    grid = (len(rows.sequences), mixer.num_heads * num_tiles)
-    Launch(delta_kernel, grid, constants, num_warps)(
-        *(convolved, gates.strength, gates.decay, gates.strength.stride(0), gates.rates, gates.bias),
-        *(states, rows.sequences, found, _UNIT_EPS, mixer.key_dim**-0.5),
+    tiles = StateTiles.of(rows, mixer.value_dim)
+    tiles.launch(delta_kernel, mixer.num_heads, constants, len(rows.sequences))(
+        *(convolved, gates.strength, gates.strength.stride(0), gates.decay, gates.decay.stride(0)),
+        *(gates.rates, gates.bias, states, rows.sequences, found, UNIT_EPS, mixer.key_dim**-0.5),
     )
     return found

@@ -26,7 +26,8 @@ class GatedNorm:
     after the gate; None without a norm.
 
     Without `rounds`, the result alone is rounded; else output and weight are in the run dtype, and a norm
-    before the gate is rounded before and after its weight.
+    before the gate is rounded before and after its weight. Gates are those of SiLU, or of the sigmoid with
+    `has_sigmoid`.
     """
 
     weight: Tensor | None
@@ -34,6 +35,7 @@ class GatedNorm:
     eps: float
     order: GateNorm
     rounds: bool
+    has_sigmoid: bool = False
 
 
 # fmt: off
@@ -42,7 +44,8 @@ class GatedNorm:
 def gated_norm_kernel(
     x, gates, gate_stride, weight, eps, sequences, num_sequences, found,
     NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-    IS_SHARED: tl.constexpr, GATES_FIRST: tl.constexpr, ROUNDS: tl.constexpr, FIELDS: tl.constexpr,
+    IS_SHARED: tl.constexpr, GATES_FIRST: tl.constexpr, ROUNDS: tl.constexpr, HAS_SIGMOID: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):
     """`GROUPS` groups of one row: grid [rows, blocks of groups]."""
     row = tl.program_id(0).to(tl.int64)
@@ -53,7 +56,7 @@ def gated_norm_kernel(
     mask, places = is_group & is_column, groups[:, None] * WIDTH + columns
     into = found.dtype.element_ty
     gate = tl.load(gates + row * gate_stride + places, mask=mask & is_row, other=0.0).to(tl.float32)
-    gate = gate * tl.sigmoid(gate)
+    gate = tl.sigmoid(gate) if HAS_SIGMOID else gate * tl.sigmoid(gate)
     own = tl.load(x + row * (NUM_GROUPS * WIDTH) + places, mask=mask & is_row, other=0.0).to(tl.float32)
     if GATES_FIRST:
         own = own * gate
@@ -86,6 +89,7 @@ def gated_norm(x: Tensor, gate: Tensor, norm: GatedNorm, rows: StateRows) -> Ten
         "IS_SHARED": norm.weight is not None and norm.weight.shape[0] == norm.width,
         "GATES_FIRST": norm.order is not GateNorm.BEFORE,
         "ROUNDS": norm.rounds,
+        "HAS_SIGMOID": norm.has_sigmoid,
         "FIELDS": SEQUENCE_FIELDS,
     }
     num_warps = max(1, min(16, groups * columns // 512))

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from checkpoint import Attention, GatedDelta, Mamba2, Norm
+from checkpoint import Attention, GatedDelta, KimiDelta, Mamba2, Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind
 from checkpoint.names import TensorRole
 from stage_worker.model.attention_views import DecodeView
 from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
 from stage_worker.model.kernels import has_head_kernel
-from stage_worker.model.layer_weights import DeltaWeights, MambaWeights
+from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights
 from stage_worker.model.norms import NormWeights, RowNorm
-from stage_worker.model.operations import Function, HeadFunction, Products, StateFunction
+from stage_worker.model.operations import Function, GateProjection, HeadFunction, Products, StateFunction
 from stage_worker.model.projections import Weight
 from stage_worker.model.rope import RotaryTable, rotate_
 from stage_worker.model.step_layout import LayerKv
@@ -25,7 +25,7 @@ from stage_worker.model.triton_kernels.byte_products import byte_expert_products
 from stage_worker.model.triton_kernels.experts import expert_products
 from stage_worker.model.triton_kernels.nibble_products import nibble_expert_products
 from stage_worker.model.triton_kernels.norms import KernelNorm, add_and_norm, picked_norm
-from stage_worker.model.triton_kernels.recurrent import FusedDelta, FusedScan
+from stage_worker.model.triton_kernels.recurrent import FusedChannelDelta, FusedDelta, FusedScan
 
 _OFFSETS = (NormKind.RMS_OFFSET, NormKind.LAYER_OFFSET)
 
@@ -116,6 +116,11 @@ class TritonOperations:
 
     def delta_function(self, mixer: GatedDelta, weights: DeltaWeights) -> StateFunction | None:
         return FusedDelta(mixer, weights)
+
+    def channel_delta_function(
+        self, mixer: KimiDelta, weights: KimiDeltaWeights, expand: GateProjection
+    ) -> StateFunction | None:
+        return FusedChannelDelta(mixer, weights, expand)
 
     def scan_function(self, mixer: Mamba2, weights: MambaWeights) -> StateFunction | None:
         return FusedScan(mixer, weights)

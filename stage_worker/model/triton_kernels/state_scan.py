@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from checkpoint import Mamba2
-from stage_worker.model.state_rows import SEQUENCE_FIELDS, StateRows
-from stage_worker.model.triton_kernels.delta_rule import STATE_TILE
+from stage_worker.model.state_rows import StateRows
 from stage_worker.model.triton_kernels.gates import softplus
-from stage_worker.model.triton_kernels.launch import Launch, padded
+from stage_worker.model.triton_kernels.launch import padded
+from stage_worker.model.triton_kernels.state_tiles import StateTiles
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -78,23 +78,16 @@ def state_scan(convolved: Tensor, gates: ScanGates, states: Tensor, rows: StateR
     group_width]. Rows that no sequence has are undefined.
     """
     assert rows.sequences is not None, "slices of torch's operators"
-    num_values, num_warps = STATE_TILE[rows.has_longer]
-    num_values = min(num_values, padded(mixer.head_dim))
-    num_tiles = triton.cdiv(mixer.head_dim, num_values)
     found = convolved.new_empty(len(convolved), mixer.o_size, dtype=torch.float32)
     constants = {
         "GROUPS": mixer.num_head_groups,
-        "HEADS": mixer.num_heads,
         "STATE_SIZE": mixer.state_size,
         "HEAD_DIM": mixer.head_dim,
         "GROUP_WIDTH": mixer.group_width,
         "ROWS": padded(mixer.state_size),
-        "VALUES": num_values,
-        "TILES": num_tiles,
-        "FIELDS": SEQUENCE_FIELDS,
     }
-    grid = (len(rows.sequences), mixer.num_heads * num_tiles)
-    Launch(scan_kernel, grid, constants, num_warps)(
+    tiles = StateTiles.of(rows, mixer.head_dim)
+    tiles.launch(scan_kernel, mixer.num_heads, constants, len(rows.sequences))(
         *(convolved, gates.step, gates.step.stride(0), gates.rates, gates.bias, gates.skip),
         *(states, rows.sequences, found),
     )

@@ -23,14 +23,15 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from checkpoint import GatedDelta, Mamba2, Norm, ScaledDType
+from checkpoint import GatedDelta, KimiDelta, Mamba2, Norm, ScaledDType
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind
 from checkpoint.held import HeldBytes, HeldNibbles
 from checkpoint.recurrent import Recurrent
 from stage_worker.model.attention_work import AttentionWork, HostWork, queries_per_item
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
-from stage_worker.model.layer_weights import DeltaWeights, MambaWeights
+from stage_worker.model.kimi_delta import BatchedGates
+from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights
 from stage_worker.model.norms import NormWeights
 from stage_worker.model.operations import StateFunction
 from stage_worker.model.state_rows import SEQUENCE_FIELDS, StateRows
@@ -43,7 +44,7 @@ from stage_worker.model.triton_kernels.byte_products import byte_expert_products
 from stage_worker.model.triton_kernels.experts import expert_products
 from stage_worker.model.triton_kernels.nibble_products import nibble_expert_products, nibble_product
 from stage_worker.model.triton_kernels.operations import TritonOperations
-from stage_worker.model.triton_kernels.recurrent import FusedDelta, FusedScan
+from stage_worker.model.triton_kernels.recurrent import FusedChannelDelta, FusedDelta, FusedScan
 from stage_worker.model.triton_kernels.row_products import row_product
 from stage_worker.validation import SliceLayout
 
@@ -282,6 +283,12 @@ def recurrent(mixer: Recurrent, dtype: torch.dtype, *, has_longer: bool) -> None
         delta = DeltaWeights(input=unused, conv=conv, decay=numbers, dt_bias=numbers, norm=norm)
         function: StateFunction = FusedDelta(mixer, delta)
         width = mixer.conv_size + mixer.o_size + 2 * mixer.num_heads
+    elif isinstance(mixer, KimiDelta):
+        up, norm = new((mixer.q_size, mixer.rank), dtype=dtype), new(mixer.head_dim, dtype=dtype)
+        ups: dict[str, Any] = {"decay_up": up, "gate_up": up, "dt_bias": new(mixer.q_size, dtype=F32)}
+        kimi = KimiDeltaWeights(**ups, input=unused, conv=conv, decay=numbers, norm=norm)
+        function = FusedChannelDelta(mixer, kimi, BatchedGates(up, up))
+        width = mixer.conv_size + mixer.num_heads + 2 * mixer.rank
     else:
         bias, norm = new(mixer.conv_size, dtype=dtype), new(mixer.o_size, dtype=dtype)
         given: dict[str, Any] = {"input": unused, "input_bias": None, "conv": conv, "conv_bias": bias}
@@ -297,10 +304,16 @@ QWEN3_5 = GatedDelta(num_heads=32, num_key_heads=16, key_dim=128, value_dim=128,
 GRANITE_4 = Mamba2(
     num_heads=128, head_dim=64, num_head_groups=1, state_size=128, kernel_size=4, norm_eps=1e-5
 )
+FALCON_H1 = Mamba2(
+    num_heads=32, head_dim=128, num_head_groups=2, state_size=256, kernel_size=4, norm_eps=1e-5
+)
+KIMI_LINEAR = KimiDelta(num_heads=32, head_dim=128, rank=128, kernel_size=4, norm_eps=1e-5)
 STATE_MIXERS: dict[str, Recurrent] = {
     "qwen3_5": QWEN3_5,
     "granite4": GRANITE_4,
     "nemotron_h": replace(GRANITE_4, num_head_groups=8),
+    "falcon_h1": FALCON_H1,
+    "kimi_linear": KIMI_LINEAR,
 }
 
 

@@ -31,6 +31,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"first_k_dense_replace": 99},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "granitemoehybrid+dense": {"layer_types": ["mamba", "attention", "mamba"]},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense"] * 3,
+    },
+    "falcon_h1": {},
 }
 
 

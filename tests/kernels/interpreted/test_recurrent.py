@@ -14,14 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import DeltaLayout, GatedDelta, Mamba2
+from checkpoint import DeltaLayout, GatedDelta, KimiDelta, Mamba2
 from checkpoint.recurrent import GateNorm, Recurrent
 from stage_worker.model.gated_delta import SeparateDelta
-from stage_worker.model.layer_weights import DeltaWeights, MambaWeights
+from stage_worker.model.kimi_delta import BatchedGates, SeparateChannelDelta
+from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights
 from stage_worker.model.mamba2 import SeparateScan
 from stage_worker.model.state_rows import HostStates
 from stage_worker.model.step_layout import LayerStates
-from stage_worker.model.triton_kernels.recurrent import FusedDelta, FusedScan
+from stage_worker.model.triton_kernels.recurrent import FusedChannelDelta, FusedDelta, FusedScan
 from tests.kernels.interpreted.paged import random
 
 pytestmark = pytest.mark.kernels
@@ -29,11 +30,16 @@ pytestmark = pytest.mark.kernels
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2**-7}
 NUM_STATES = 260
 DELTA = GatedDelta(num_heads=3, num_key_heads=3, key_dim=24, value_dim=20, kernel_size=4, norm_eps=1e-5)
+KIMI = KimiDelta(num_heads=3, head_dim=20, rank=6, kernel_size=4, norm_eps=1e-5)
 MAMBA = Mamba2(num_heads=6, head_dim=12, num_head_groups=2, state_size=20, kernel_size=4, norm_eps=1e-5)
+EACH: dict[str, Recurrent] = {"delta": DELTA, "kimi": KIMI, "mamba": MAMBA}
 MIXERS: dict[str, Recurrent] = {
     "delta-shared-keys": replace(DELTA, num_heads=6, num_key_heads=2),
     "delta-tiled": replace(DELTA, num_heads=6, num_key_heads=2, layout=DeltaLayout(is_tiled=True)),
     "delta-rates": replace(DELTA, num_heads=1, num_key_heads=1, layout=DeltaLayout(has_rates=True)),
+    "delta-sigmoid-gate": replace(DELTA, has_sigmoid_gate=True),
+    "kimi-wide-heads": replace(KIMI, num_heads=2, head_dim=40),
+    "kimi-rates": replace(KIMI, num_heads=1, has_rates=True),
     "mamba-one-group": replace(MAMBA, num_heads=5, num_head_groups=1, has_conv_bias=False),
     "mamba-short-convolution": replace(MAMBA, kernel_size=2),
     "mamba-norm-before-gate": replace(MAMBA, gate_norm=GateNorm.BEFORE),
@@ -51,6 +57,8 @@ STEPS = {
 
 def of_mixer(mixer: Recurrent, dtype: torch.dtype) -> tuple[Any, Any, int]:
     """The functions by torch and by Triton, and the width of a projection."""
+    if isinstance(mixer, KimiDelta):
+        return of_kimi(mixer, dtype)
     heads = {"dtype": torch.float32, "seed": 5}
     conv = random(mixer.conv_size, 1, mixer.kernel_size, dtype=dtype, seed=1)
     rates, dt_bias = random(mixer.num_heads, **heads), random(mixer.num_heads, **heads) - 1.0
@@ -75,6 +83,25 @@ def of_mixer(mixer: Recurrent, dtype: torch.dtype) -> tuple[Any, Any, int]:
         else 1 + 0.2 * random(mixer.o_size, dtype=dtype, seed=2),
     )
     return SeparateScan(mixer, given), FusedScan(mixer, given), mixer.in_size
+
+
+def of_kimi(mixer: KimiDelta, dtype: torch.dtype) -> tuple[Any, Any, int]:
+    """Decays differ by channel: their biases do."""
+    rates = random(1, 1, mixer.num_heads, 1, dtype=torch.float32, seed=5)
+    ups = [random(mixer.q_size, mixer.rank, dtype=dtype, seed=seed) for seed in (8, 9)]
+    weights = KimiDeltaWeights(
+        input=ups[0],
+        decay_up=ups[0],
+        gate_up=ups[1],
+        conv=random(mixer.conv_size, 1, mixer.kernel_size, dtype=dtype, seed=1),
+        decay=-rates.exp() if mixer.has_rates else rates,
+        dt_bias=random(mixer.q_size, dtype=torch.float32, seed=6) - 1.0,
+        norm=1 + 0.2 * random(mixer.head_dim, dtype=dtype, seed=2),
+    )
+    expand = BatchedGates(*ups)
+    separate = SeparateChannelDelta(mixer, weights, expand)
+    width = mixer.conv_size + mixer.num_heads + 2 * mixer.rank
+    return separate, FusedChannelDelta(mixer, weights, expand), width
 
 
 def memories(mixer: Recurrent, dtype: torch.dtype, slots: Sequence[int]) -> list[Tensor]:
@@ -127,7 +154,7 @@ def check(mixer: Recurrent, dtype: torch.dtype, lengths: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS.keys())
-@pytest.mark.parametrize("mixer", [DELTA, MAMBA], ids=["delta", "mamba"])
+@pytest.mark.parametrize("mixer", EACH.values(), ids=EACH.keys())
 def test_steps_equal_those_of_torch(mixer: Recurrent, lengths: tuple[int, ...]) -> None:
     check(mixer, torch.float32, lengths)
 
@@ -138,19 +165,19 @@ def test_shapes_equal_those_of_torch(mixer: Recurrent) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("mixer", [DELTA, MAMBA], ids=["delta", "mamba"])
+@pytest.mark.parametrize("mixer", EACH.values(), ids=EACH.keys())
 def test_mixers_in_the_run_dtype(mixer: Recurrent, dtype: torch.dtype) -> None:
     check(mixer, dtype, STEPS["chunks beside decodes"])
 
 
 @pytest.mark.parametrize("num_sequences", [2, 33, 257])
-@pytest.mark.parametrize("mixer", [DELTA, MAMBA], ids=["delta", "mamba"])
+@pytest.mark.parametrize("mixer", EACH.values(), ids=EACH.keys())
 def test_decodes_of_many_sequences(mixer: Recurrent, num_sequences: int) -> None:
     check(mixer, torch.float32, (1,) * num_sequences)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 5), (9,)], ids=str)
-@pytest.mark.parametrize("mixer", [DELTA, MAMBA], ids=["delta", "mamba"])
+@pytest.mark.parametrize("mixer", EACH.values(), ids=EACH.keys())
 def test_padding_changes_no_state_and_is_zero(mixer: Recurrent, lengths: tuple[int, ...]) -> None:
     """Rows of padding are infinite: nothing reads them."""
     _, fused, width = of_mixer(mixer, torch.float32)
@@ -169,7 +196,7 @@ def test_padding_changes_no_state_and_is_zero(mixer: Recurrent, lengths: tuple[i
         assert_close(part, other, 1e-5)
 
 
-@pytest.mark.parametrize("mixer", [DELTA, MAMBA], ids=["delta", "mamba"])
+@pytest.mark.parametrize("mixer", EACH.values(), ids=EACH.keys())
 @pytest.mark.parametrize("sizes", [(1,) * 9, (2, 7), (8, 1)], ids=str)
 def test_slices_equal_the_whole(mixer: Recurrent, sizes: tuple[int, ...]) -> None:
     """Also where a slice is shorter than the convolution."""

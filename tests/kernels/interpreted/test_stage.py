@@ -127,14 +127,28 @@ def test_a_layer_launches_at_most_ten_kernels(
 
 
 @pytest.mark.parametrize(
-    ("family", "most"), [("qwen3_5_text", 10), ("bamba", 10), ("granitemoehybrid+dense", 11)]
+    ("family", "most"),
+    [("qwen3_5_text", 10), ("bamba", 10), ("granitemoehybrid+dense", 11), ("kimi_linear", 11)],
 )
 def test_a_recurrent_layer_launches_at_most_ten_kernels(
     family: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three of them are its own; Granite scales what it adds to the residual stream, which takes one more."""
+    """Three of them are its own. One more: Granite scales what it adds to the residual stream, Kimi Delta
+    Attention projects latents of decays and gates.
+    """
     changed = {"mlp_bias": False} if family == "bamba" else {}
     checkpoint = Checkpoint.open(make_family(tmp_path / "model", family, **changed))
     counts = launches_of_a_step(checkpoint, monkeypatch, [40, 3], cuts=(1,))
     assert counts.total() <= most, counts
     assert sum(counts[name] for name in ("convolution_kernel", "gated_norm_kernel")) == 2
+
+
+def test_a_layer_with_a_mixer_beside_attention_launches_five_more_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Mamba2, and two products around it, the second of which adds."""
+    biases = ("mamba_proj_bias", "projectors_bias", "attention_bias", "mlp_bias")
+    family = make_family(tmp_path / "model", "falcon_h1", **dict.fromkeys(biases, False))
+    counts = launches_of_a_step(Checkpoint.open(family), monkeypatch, [40, 3], cuts=(1,))
+    assert counts.total() <= 10 + 5, counts
+    assert counts["scan_kernel"] == counts["attend_kernel"] == 1

@@ -117,6 +117,11 @@ def test_a_step_is_one_copy_to_the_device_and_one_back(
 STATES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "granitemoehybrid+dense": {"layer_types": ["mamba", "attention", "mamba"]},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense"] * 3,
+    },
+    "falcon_h1": {},
 }
 """Families with recurrent layers on the first and last of three stages."""
 
@@ -204,7 +209,8 @@ def test_a_recorded_step_is_one_launch(
     family: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside it, a step copies its data to the graph's buffer, and its results from there; LAST samples steps
-    with prompts beside the graph. Before it, slots of states that begin are zeroed or copied.
+    with prompts beside the graph. Before it, slots of states that begin are zeroed or copied. Prompts of
+    latent attention, which torch's operators compute, are not recorded.
     """
     use_torch_kernels(monkeypatch)
     found, width = stage_of(tmp_path, family, stage)
@@ -228,7 +234,7 @@ def test_a_recorded_step_is_one_launch(
             recorder.num_launches = 0
             executor.run(frame)
             assert (copies.counts["up"], copies.counts["down"]) == (1, 1)
-            if frame.step.epoch == 2:
+            if frame.step.epoch == 2 and not (family == "kimi_linear" and frame.step.chunks):
                 assert recorder.num_launches == 1
                 is_whole = stage < 2 or not frame.step.chunks
                 begun = [one for one in frame.step.signals if isinstance(one.signal, TakeState | CopyState)]

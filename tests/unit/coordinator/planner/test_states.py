@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from checkpoint import Blueprint, DType, GatedDelta, KimiDelta, Mamba2, NoFeedForward, NoMixer, state_bytes
 from checkpoint.blueprint import Latent
+from checkpoint.step_graphs import graph_bytes
 from coordinator.planner.layer_kinds import layer_kinds
 from coordinator.planner.plan import DeviceKind, Plan, PlanImpossible, StepLimits
 from coordinator.planner.planner import MIN_STATES, make_plan
@@ -219,17 +221,27 @@ def test_a_mixer_beside_attention_has_pages_and_states_of_one_layer(config: Blue
     of_chunk, num_tokens = 3 * 4 * 8 * 32 * 32, 32
     of_tokens = more - LIMITS.max_step_sequences * 3 * state_bytes(MAMBA.state_parts, DType.BF16) - of_chunk
     assert of_tokens > num_tokens * 2 * MAMBA.conv_size * DType.BF16.size_bytes
-    host, gpu = workers(GIB, GIB)
-    on_gpu = replace(gpu, device=DeviceKind.GPU)
-    with pytest.raises(PlanImpossible, match="Mamba2 beside attention of 'llama' is computed on CPUs only"):
-        make_plan(config, DType.BF16, [host, on_gpu], limits=LIMITS, block_size=16)
 
 
-def test_kimi_delta_attention_is_refused_on_gpus_by_name(config: Blueprint) -> None:
-    host, gpu = workers(GIB, GIB)
+def test_kimi_delta_attention_and_mamba2_beside_attention_are_planned_on_gpus(config: Blueprint) -> None:
+    full = config.layers[-1]
+    host, gpu = workers(GIB, 4 * GIB)
     on_gpu = replace(gpu, device=DeviceKind.GPU)
-    with pytest.raises(PlanImpossible, match="Kimi Delta Attention of 'llama' is computed on CPUs only"):
-        make_plan(with_mixer(config, KIMI), DType.BF16, [host, on_gpu], limits=LIMITS, block_size=16)
+    for mixed in (with_mixer(config, KIMI), replace(config, layers=(replace(full, beside=MAMBA),) * 8)):
+        plan = make_plan(mixed, DType.BF16, [host, on_gpu], limits=LIMITS, block_size=16)
+        assert plan.num_states == 2 * 3 * 4
+
+
+def test_graphs_count_latents_of_gates_and_what_is_beside_attention(config: Blueprint) -> None:
+    full, recurrent = config.layers[-1], with_mixer(config, KIMI).layers[0]
+    size = partial(graph_bytes, hidden_size=256, dtype=DType.BF16, max_step_tokens=512, max_step_sequences=4)
+    of_mamba = 2 * MAMBA.conv_size + 4 * MAMBA.o_size + 2 * MAMBA.num_heads
+    more = size([replace(full, beside=MAMBA)]) - size([full])
+    assert more == 512 * 2 * (256 + of_mamba)
+    of_delta = 2 * DELTA.conv_size + 4 * DELTA.o_size + 2 * DELTA.num_heads
+    of_kimi = 2 * KIMI.conv_size + 4 * KIMI.o_size + 2 * KIMI.num_heads + 2 * 64 + KIMI.q_size
+    more = size([recurrent]) - size([config.layers[0]])
+    assert more == 512 * 2 * (of_kimi - of_delta)
 
 
 def test_mamba2_is_a_kind_of_its_own(config: Blueprint) -> None:

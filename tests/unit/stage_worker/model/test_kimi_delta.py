@@ -14,7 +14,9 @@ from torch import Tensor
 
 from checkpoint import Checkpoint, CheckpointError, Experts, KimiDelta, Latent, parse_config
 from checkpoint.config import config_errors
-from stage_worker.model.kimi_delta import channel_delta_chunk
+from stage_worker.model.kernels import PLAIN
+from stage_worker.model.kimi_delta import BatchedGates, SeparateGates, channel_delta_chunk
+from stage_worker.model.layer_weights import KimiDeltaWeights
 from tests.families import config_of, make_family
 from tests.unit.stage_worker.model.test_families import logits_of
 from tests.unit.stage_worker.model.test_parity import random_sequences
@@ -68,6 +70,23 @@ def test_a_strong_decay_does_not_overflow() -> None:
     query, key, value, strength, _, state = (x.float() for x in inputs(61))
     output = channel_delta_chunk(query, key, value, strength, torch.full((61, 3, 6), -500.0), state)
     assert bool(output.isfinite().all()) and bool(state.isfinite().all())
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_a_batched_projection_of_gates_equals_two_products(num_rows: int) -> None:
+    """Of latents that are columns of a wider projection."""
+    torch.manual_seed(0)
+    projected, ups = torch.randn(num_rows, 40), torch.randn(2, 12, 7)
+    unused: Any = None
+    weights = KimiDeltaWeights(
+        input=unused, decay_up=ups[0], gate_up=ups[1], conv=unused, decay=unused, dt_bias=unused, norm=unused
+    )
+    latents = projected[:, 26:]
+    found, expected = BatchedGates(*ups)(latents), SeparateGates(weights, PLAIN)(latents)
+    assert [part.shape for part in found] == [(num_rows, 12)] * 2
+    for part, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(part, other)
+    torch.testing.assert_close(found[1], latents[:, 7:] @ ups[1].t())
 
 
 KIMI_LINEAR_48B: dict[str, Any] = {
