@@ -16,7 +16,7 @@ from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import ExpertsWeights
 from stage_worker.model.norms import NormWeights, RowNorm, row_norm
 from stage_worker.model.operations import Operations
-from stage_worker.model.step_layout import with_rows
+from stage_worker.model.projections import with_rows
 
 
 class Branches:

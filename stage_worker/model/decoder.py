@@ -44,6 +44,7 @@ from stage_worker.model.parts import (
     parts_of,
 )
 from stage_worker.model.pipeline_stage import PipelineStage
+from stage_worker.model.projections import with_rows
 from stage_worker.model.rope import Rope, Rotary
 from stage_worker.model.step_layout import (
     LayerEntries,
@@ -276,7 +277,4 @@ def _memories(step: StepLayout, pages: PagedLayers) -> Iterator[LayerMemory]:
 
 
 def _with_fewest_rows(hidden: Tensor, products: ProductMethod) -> Tensor:
-    missing = _FEWEST_ROWS - len(hidden) if products is ProductMethod.ONEDNN else 0
-    if missing <= 0:
-        return hidden
-    return torch.cat((hidden, hidden.new_zeros(missing, hidden.shape[1])))
+    return with_rows(hidden, _FEWEST_ROWS) if products is ProductMethod.ONEDNN else hidden

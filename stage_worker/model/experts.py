@@ -20,8 +20,7 @@ from stage_worker.model.feed_forward import Mlp, between
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import ExpertsWeights
 from stage_worker.model.operations import Operations, Products
-from stage_worker.model.projections import Weight, project
-from stage_worker.model.step_layout import with_rows
+from stage_worker.model.projections import Weight, project, with_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

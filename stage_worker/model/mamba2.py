@@ -30,9 +30,9 @@ from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import MambaWeights
 from stage_worker.model.norms import unit_norm
 from stage_worker.model.operations import Operations
-from stage_worker.model.projections import project
+from stage_worker.model.projections import project, with_rows
 from stage_worker.model.recurrence import RecurrentMixer, advance, decay_rates
-from stage_worker.model.step_layout import LayerStates, with_rows
+from stage_worker.model.step_layout import LayerStates
 
 
 def state_space_model(

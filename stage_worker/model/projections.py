@@ -117,6 +117,12 @@ class PackedProjection:
         return total
 
 
+def with_rows(x: Tensor, num_rows: int) -> Tensor:
+    """`x` [n, width] and rows of zeros, up to `num_rows`: products may take more rows than a step has."""
+    missing = num_rows - len(x)
+    return torch.cat((x, x.new_zeros(missing, x.shape[1]))) if missing > 0 else x
+
+
 _QUANTIZED_ROWS = 1024
 """Rows that are quantised at a time, whole panels of torch's int4 layout."""
 _PANEL = 64

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from checkpoint.compressed import Compressor
@@ -423,12 +422,6 @@ class NoMemory:
 
 LayerMemory = LayerKv | LayerStates | NoMemory
 """What a layer's mixer remembers, by its kind."""
-
-
-def with_rows(x: Tensor, num_rows: int) -> Tensor:
-    """`x` [n, width] with rows of zeros after it, up to `num_rows`: they are behind a step's tokens."""
-    missing = num_rows - len(x)
-    return torch.cat((x, x.new_zeros(missing, x.shape[1]))) if missing else x
 
 
 @dataclass(frozen=True, slots=True, eq=False)
