@@ -17,7 +17,7 @@ from typing import NoReturn
 from checkpoint import Blueprint, Compressed, DType, ScaledDType
 from checkpoint.devices import only_on_cpus
 from checkpoint.dtypes import OVERFLOWS_F16
-from checkpoint.held import has_held
+from checkpoint.held import has_held, table_bytes
 from checkpoint.implementation import Implementation
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
@@ -182,9 +182,11 @@ def _stage_need(
     buffers = memory.buffer_bytes(role, num_blocks, worker.device)
     buffers += memory.overhead_bytes(role, worker.device)
     shared = _host_segment_bytes(memory, workers, stage, role)
+    tables = sum(table_bytes(layer, memory.dtype) for layer in memory.config.layers[begin:end])
     return (
         f"stage {stage} on {worker.name}: {named}"
         f" {format_size(memory.weight_bytes(role, begin, end))} weights"
+        f"{f' ({format_size(tables)} in a table of n-grams, which no cut divides)' if tables else ''}"
         f" + {format_size(memory.activation_bytes(role, num_blocks, worker.device))} activations"
         f"{f' + {format_size(buffers)} buffers and workspaces' if buffers else ''}"
         f"{f' + {format_size(shared)} shared with the next stage' if shared else ''}"

@@ -51,6 +51,20 @@ def test_a_plan_puts_the_table_where_it_fits_and_balances_the_rest(config: Bluep
     assert max(costs) < 1.5 * min(costs)
 
 
+def test_a_table_that_no_worker_holds_is_refused_with_its_size(config: Blueprint) -> None:
+    message = (
+        r"layer 1 needs 100\.3 GiB weights \(95\.4 GiB in a table of n-grams, which no cut divides\) .* but"
+        r" gpu-b has 96\.0 GiB .* needs .* in total on 8 stages, the workers have 768\.0 GiB"
+    )
+    with pytest.raises(PlanImpossible, match=message):
+        make_plan(config, DType.BF16, workers(*[96 * GIB] * 8), limits=LIMITS, block_size=16)
+    (small,) = workers(GIB)
+    with pytest.raises(PlanImpossible, match=r"layer 0 needs") as refusal:
+        one = replace(config, layers=config.layers[:1], legal_cuts=frozenset())
+        make_plan(one, DType.BF16, [small], limits=LIMITS, block_size=16)
+    assert "n-grams" not in str(refusal.value)
+
+
 def test_a_gpu_is_refused_by_name(config: Blueprint) -> None:
     """Also where no layer is recurrent."""
     attention = replace(config, layers=(config.layers[3],) * 2, legal_cuts=frozenset())
