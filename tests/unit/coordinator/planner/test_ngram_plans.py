@@ -59,8 +59,8 @@ def test_a_table_that_no_worker_holds_is_refused_with_its_size(config: Blueprint
     with pytest.raises(PlanImpossible, match=message):
         make_plan(config, DType.BF16, workers(*[96 * GIB] * 8), limits=LIMITS, block_size=16)
     (small,) = workers(GIB)
+    one = replace(config, layers=config.layers[:1], legal_cuts=frozenset())
     with pytest.raises(PlanImpossible, match=r"layer 0 needs") as refusal:
-        one = replace(config, layers=config.layers[:1], legal_cuts=frozenset())
         make_plan(one, DType.BF16, [small], limits=LIMITS, block_size=16)
     assert "n-grams" not in str(refusal.value)
 
