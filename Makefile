@@ -25,8 +25,11 @@ MINUTES ?= 30
 CASES ?= 100000
 # More test processes than cores: many tests wait for timers and for processes that start.
 WORKERS ?= 4
+GPU_WORKERS ?= 8
 PYTEST := $(BIN)/python -m pytest -q --durations=30
 PARALLEL := -n $(WORKERS) --no-loadscope-reorder
+# For tests that only compute.
+ON_EACH_CORE := -n auto --no-loadscope-reorder
 # Seconds until a test counts as hanging, where tests may take minutes.
 LONG := -o faulthandler_timeout=900
 # Else every process that a test starts would compile the package again.
@@ -50,19 +53,21 @@ test-full: venv $(VENV)/deploy-kubernetes/.installed
 	@$(PYTEST) $(PARALLEL) $(LONG) --hypothesis-profile full -m "(full or hypothesis) and not (chaos or bench or nightly or gpu or clients or deploy or kernels)"
 
 test-chaos: venv
-	@$(PYTEST) $(LONG) -m chaos
+	@$(PYTEST) -n 3 $(LONG) tests/e2e/test_chaos.py -m chaos
 
-# One after the other: a benchmark beside other tests measures them.
+# Beside each other: that every figure is measured is tested, not its value.
 test-bench: venv
-	@$(PYTEST) $(LONG) -m bench
+	@$(PYTEST) $(PARALLEL) $(LONG) tests/unit/bench -m bench
 
+# The speed of a device is measured without other tests beside it.
 test-gpu: venv
-	@$(PYTEST) $(LONG) -m gpu tests/gpu
+	@$(PYTEST) -n $(GPU_WORKERS) $(LONG) --ignore tests/gpu/test_device_rates.py tests/gpu -m gpu
+	@$(PYTEST) $(LONG) tests/gpu/test_device_rates.py -m gpu
 
 # In Triton's interpreter, which is chosen for a whole process, then compiled for every architecture.
 test-kernels: venv $(VENV)/.installed-triton
-	@STAGELINE_KERNEL_CASES=$(CASES) TRITON_INTERPRET=1 $(PYTEST) $(LONG) -m kernels tests/kernels
-	@STAGELINE_KERNEL_CASES=$(CASES) TRITON_CACHE_DIR=$(CURDIR)/$(VENV)/triton $(PYTEST) $(LONG) -m kernels tests/kernels
+	@STAGELINE_KERNEL_CASES=$(CASES) TRITON_INTERPRET=1 $(PYTEST) $(ON_EACH_CORE) $(LONG) -m kernels tests/kernels
+	@STAGELINE_KERNEL_CASES=$(CASES) TRITON_CACHE_DIR=$(CURDIR)/$(VENV)/triton $(PYTEST) $(ON_EACH_CORE) $(LONG) -m kernels tests/kernels
 
 # Every family and cut; test-full has some families each day.
 test-models: venv

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.faults.figures import FIGURE, Figure, Figures
+from tests.order import START_FIRST, assign_tiers
 from tests.overdue import pytest_runtest_protocol as pytest_runtest_protocol
 from tests.properties import register_profiles
 from tests.summary import Results
@@ -61,19 +62,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave cases of `matrix(n)` tests to `make test-full`: all but n, which are spread over all cases."""
+    """Give each case of a matrix its tier, and put files that take longest first."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("matrix") and not item.get_closest_marker("full"):
+        if item.get_closest_marker("matrix"):
             cases[item.nodeid.partition("[")[0]].append(item)
-    for items_of_test in cases.values():
-        marker = items_of_test[0].get_closest_marker("matrix")
-        assert marker is not None
-        num_kept = min(marker.args[0], len(items_of_test))
-        kept = {number * len(items_of_test) // num_kept for number in range(num_kept)}
-        for number, item in enumerate(items_of_test):
-            if number not in kept:
-                item.add_marker("full")
+    for cases_of_test in cases.values():
+        assign_tiers(cases_of_test)
+    items.sort(key=lambda item: START_FIRST.get(item.nodeid.partition("::")[0], len(START_FIRST)))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -487,7 +487,7 @@ BLOCK_KINDS = (
     *("falcon_h1", "falcon_h1+plain"),
 )
 """Families that have every kind of block between them, see `block_kinds`: those of `make test-full`."""
-FAMILIES_A_DAY = 4
+FAMILIES_A_DAY = 2
 """Others that `make test-full` has, in rotation; `make test-models` has all."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-EXAMPLES = {"quick": 24, "full": 120, "nightly": 2000}
+EXAMPLES = {"quick": 24, "full": 72, "nightly": 2000}
 """Examples of a test of weight 1, by profile: `pytest --hypothesis-profile full`."""
 
 

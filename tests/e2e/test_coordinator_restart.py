@@ -95,7 +95,7 @@ class _Streams:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 async def test_streams_continue_when_the_coordinator_restarts_with_its_journal(
     llama: Reference, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -123,7 +123,7 @@ async def test_streams_continue_when_the_coordinator_restarts_with_its_journal(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 async def test_without_a_journal_clients_get_an_error_at_once(
     llama: Reference, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -116,7 +116,7 @@ def header_bytes(path: Path) -> int:
         return 8 + int.from_bytes(file.read(8), "little")
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.nightly), 3])
 async def test_each_worker_fetches_its_own_tensors_and_headers(
     model: Path, tmp_path: Path, num_stages: int
 ) -> None:
@@ -162,6 +162,7 @@ def bytes_of(directory: Path, entry: TensorEntry) -> bytes:
         return os.pread(file.fileno(), entry.num_bytes, entry.begin)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1])
 async def test_ten_kills_at_random_moments_repeat_at_most_a_twentieth(
     model: Path, tmp_path: Path, seed: int

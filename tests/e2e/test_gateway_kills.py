@@ -165,7 +165,9 @@ async def kill(cluster: LocalCluster, name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["worker-1", "worker-0", "coordinator"])
+@pytest.mark.parametrize(
+    "name", ["worker-1", pytest.param("worker-0", marks=pytest.mark.nightly), "coordinator"]
+)
 async def test_streams_go_on_when_a_process_is_killed(served: Served, name: str) -> None:
     await served.wait(is_serving)
     async with served.http() as http:
@@ -272,7 +274,7 @@ async def test_streams_beyond_the_drain_timeout_end_with_an_error(served: Served
     await served.wait(is_idle)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 async def test_requests_of_a_killed_gateway_are_kept_for_a_minute(served: Served) -> None:
     await served.wait(is_idle)
     async with second_gateway(served) as (process, http):

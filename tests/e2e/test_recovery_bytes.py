@@ -29,9 +29,9 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.full]
 
 SEED = 8
 ROLES = (
-    pytest.param("FIRST", marks=pytest.mark.full),
-    pytest.param("MIDDLE"),
-    pytest.param("LAST", marks=pytest.mark.full),
+    pytest.param("FIRST", marks=pytest.mark.nightly),
+    "MIDDLE",
+    pytest.param("LAST", marks=pytest.mark.nightly),
 )
 WITHIN_BYTES = 20_000
 """One flipped bit per this many bytes of a hop: some frames of sixteen decodes."""

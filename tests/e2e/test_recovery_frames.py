@@ -58,7 +58,7 @@ FRAME_FAULTS = {
 }
 
 QUICK = ("dropped", "truncated", "falsified", "altered")
-"""Frame faults of the default tests."""
+"""Frame faults of `make test-full`; all of them in one process: tests/integration/test_cluster_faults.py."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -86,7 +86,8 @@ def generator(request: pytest.FixtureRequest) -> random.Random:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else (pytest.mark.full,)) for name in FRAME_FAULTS]
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else (pytest.mark.nightly,)) for name in FRAME_FAULTS],
 )
 async def test_faulty_frames_between_stages_produce_no_wrong_token(
     cluster: FaultyCluster,
@@ -117,12 +118,12 @@ async def test_faulty_frames_between_stages_produce_no_wrong_token(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("dropped"),
-        pytest.param("repeated", marks=pytest.mark.full),
-        pytest.param("reordered", marks=pytest.mark.full),
-        pytest.param("truncated"),
+        "dropped",
+        pytest.param("repeated", marks=pytest.mark.nightly),
+        pytest.param("reordered", marks=pytest.mark.nightly),
+        "truncated",
         "altered",
-        pytest.param("delayed", marks=pytest.mark.full),
+        pytest.param("delayed", marks=pytest.mark.nightly),
     ],
 )
 async def test_faulty_results_of_the_last_stage_produce_no_wrong_token(

@@ -60,7 +60,7 @@ async def test_streams_continue_when_a_stage_is_killed_while_they_decode(
     await _killed(cluster, victim, streams, short, figures, f"kill -9 of {role}, decodes")
 
 
-@pytest.mark.full
+@pytest.mark.matrix(0, full=1)
 @pytest.mark.parametrize("role", ROLES)
 async def test_streams_continue_when_a_stage_is_killed_while_most_are_in_prefill(
     cluster: FaultyCluster, client: Client, long: list[list[int]], role: str, figures: Figures

@@ -15,7 +15,7 @@ from tests.faults.figures import Figures
 from tests.faults.load import ConstantLoad
 from tests.faults.streams import Ask, mixed_asks, undisturbed
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly  # of two versions: tests/e2e/test_versions.py
 
 
 NUM_STREAMS = 32

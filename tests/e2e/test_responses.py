@@ -115,7 +115,7 @@ async def events_of(gateway: Gateway, path: str) -> list[str]:
     return response.text.split("\n\n")[:-1]
 
 
-@pytest.mark.full
+@pytest.mark.matrix(0, full=1)
 @pytest.mark.parametrize("background", [False, True])
 async def test_a_stream_continues_at_another_gateway_when_its_own_is_killed(
     tmp_path: Path, background: bool

@@ -50,6 +50,7 @@ def segments_of_all_processes() -> set[str]:
     return set[str]().union(*(segments_of(int(name)) for name in os.listdir("/proc") if name.isdigit()))
 
 
+@pytest.mark.matrix(0, full=1)
 @pytest.mark.parametrize("role", ["FIRST", "LAST"], ids=["sender", "receiver"])
 async def test_streams_continue_when_an_end_of_shared_memory_is_killed(
     steady: Path, tmp_path: Path, role: str

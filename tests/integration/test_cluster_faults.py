@@ -69,7 +69,7 @@ def reported_faults(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     return [(int(stage), kind) for stage, kind in found]
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(1, full=16)
 @pytest.mark.parametrize(("fault", "stage"), FAULTS_OF_STAGES)
 async def test_a_faulty_step_is_recomputed_and_changes_no_token(
     varied_llama: Path,

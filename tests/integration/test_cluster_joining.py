@@ -162,7 +162,7 @@ def other_block_size(message: forward_pb2.HopHello) -> None:
     message.block_size = 16
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(1, full=4)
 @pytest.mark.parametrize(
     "stage", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)]
 )

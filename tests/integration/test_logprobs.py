@@ -121,7 +121,7 @@ def assert_close(some: Sequence[TokenLogprobs], others: Sequence[TokenLogprobs])
     assert numbers[0] == pytest.approx(numbers[1], rel=0, abs=1e-5)
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(1, full=3)
 @pytest.mark.parametrize(("num_stages", "chunk"), CUTS)
 async def test_every_cut_reports_the_log_probabilities_of_transformers(
     llama: Path, reference: LogprobReference, num_stages: int, chunk: int

@@ -45,7 +45,9 @@ async def ends_of_all(cluster: Cluster, held_s: float) -> Counter[str]:
         return Counter(await asyncio.gather(*calls))
 
 
-@pytest.mark.parametrize(("queue_size", "held_s"), [(32, 1.0), (4096, 1.0), (4096, 32.0)])
+@pytest.mark.parametrize(
+    ("queue_size", "held_s"), [(32, 1.0), (4096, 1.0), pytest.param(4096, 32.0, marks=pytest.mark.nightly)]
+)
 async def test_each_of_2000_concurrent_calls_is_served_or_rejected(queue_size: int, held_s: float) -> None:
     async with mock_cluster(1, "step=0us", queue_size=queue_size) as cluster:
         ends = await ends_of_all(cluster, held_s)

@@ -46,7 +46,7 @@ def states_of(status: cluster_pb2.GetStatusResponse) -> list[tuple[int, int]]:
     return [(worker.kv.states_live, worker.kv.states_saved) for worker in status.workers]
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(1, full=6)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_streams_continue_with_the_same_tokens_when_a_worker_is_lost(
     directory: Path, solo: SoloRuns, stage: int

@@ -18,7 +18,7 @@ from tests.integration.footprint import Footprint, resident_bytes
 from tests.integration.request_cases import SoloRuns
 from tests.integration.storm import BEHAVIOURS, Storm
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 
 
 LAYERS = (1, 1, 1)

@@ -1,5 +1,5 @@
-"""The decisions that recovery consists of: each must be taken by the schedules of `make test`, and none that
-the product's table (`coordinator.cluster.transitions`) does not list.
+"""The decisions that recovery consists of: each must be taken by the schedules of `make nightly`, and none
+that the product's table (`coordinator.cluster.transitions`) does not list.
 
 What changes nothing ("-") is listed where it refuses something: what is late, or of an old process.
 """

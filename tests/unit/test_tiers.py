@@ -14,6 +14,8 @@ from _pytest.mark.expression import Expression
 
 from tests.again import MOST, again
 from tests.fake_processes import ROOT
+from tests.order import START_FIRST, assign_tiers
+from tests.parallel import FileScheduling
 from tests.summary import CRASHED, Failure, Results, main
 
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -41,6 +43,52 @@ def test_a_test_runs_in_one_tier(marker: str) -> None:
 
 def test_property_tests_run_again_with_more_examples() -> None:
     assert chosen_by({"hypothesis"}) == {"test", "test-full", "nightly"}
+
+
+class Case:
+    """A collected test with markers."""
+
+    def __init__(self, *marks: pytest.MarkDecorator) -> None:
+        self._marks = [mark.mark for mark in marks]
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next((mark for mark in self._marks if mark.name == name), None)
+
+    def add_marker(self, name: str) -> None:
+        self._marks.append(getattr(pytest.mark, name).mark)
+
+    @property
+    def tiers(self) -> str:
+        return " ".join(sorted(chosen_by({mark.name for mark in self._marks})))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "expected"),
+    [
+        (pytest.mark.matrix(2), ["test", "test-full", "test", "test-full", "test-full"]),
+        (pytest.mark.matrix(1, full=2), ["test", "test-full", "nightly", "test-full", "nightly"]),
+        (pytest.mark.matrix(0, full=1), ["test-full", "nightly", "nightly", "nightly", "nightly"]),
+        (pytest.mark.matrix(9), ["test", "test", "test", "test", "test-full"]),
+    ],
+)
+def test_cases_of_a_matrix_are_spread_over_tiers(matrix: pytest.MarkDecorator, expected: list[str]) -> None:
+    cases = [*(Case(matrix) for _ in range(4)), Case(matrix, pytest.mark.full)]
+    assign_tiers(cases)  # type: ignore[arg-type]
+    assert [case.tiers for case in cases] == expected
+
+
+def test_processes_are_given_files_clusters_or_single_tests() -> None:
+    scope = FileScheduling._split_scope
+    scheduling = FileScheduling.__new__(FileScheduling)
+    for file in ("unit/test_tiers.py", "e2e/test_up.py", "unit/stage_worker/model/test_families.py"):
+        assert scope(scheduling, f"tests/{file}::test_a[x::y]") == f"tests/{file}"
+    assert scope(scheduling, "tests/e2e/served/test_parity.py::test_a") == "tests/e2e/served"
+    for file in ("gpu/test_families.py", "e2e/test_chaos.py"):
+        assert scope(scheduling, f"tests/{file}::test_a[x]") == f"tests/{file}::test_a[x]"
+
+
+def test_files_that_start_first_exist() -> None:
+    assert [file for file in START_FIRST if not (ROOT / file).exists()] == []
 
 
 def chosen_by(markers: set[str]) -> set[str]:

@@ -96,7 +96,7 @@ def steps(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 
 @pytest.mark.full
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(12))
 @given(steps())
 def test_partial_results_of_any_work_list_fit(step: list[tuple[int, int]]) -> None:
     layouts = [

@@ -163,7 +163,7 @@ def small_plan(config: Blueprint, capacities: Sequence[WorkerCapacity]) -> Plan 
         return None
 
 
-@settings(max_examples=examples(10))
+@settings(max_examples=examples(3))
 @given(unequal())
 def test_no_split_in_this_order_is_faster(problem: tuple[Blueprint, list[WorkerCapacity]]) -> None:
     """In particular equal shares are not."""
@@ -189,7 +189,7 @@ def test_no_split_in_this_order_is_faster(problem: tuple[Blueprint, list[WorkerC
 
 
 @pytest.mark.full
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(6))
 @given(unequal(), st.integers(0, 3), st.sampled_from([1.3, 2.0, 5.0]))
 def test_a_faster_device_never_slows_the_pipeline(
     problem: tuple[Blueprint, list[WorkerCapacity]], number: int, factor: float

@@ -87,7 +87,7 @@ def measure(directory: Path, form: WeightFormat | None, mode: str = "") -> int:
     return int(result.stdout)
 
 
-@pytest.mark.full
+@pytest.mark.matrix(0, full=2)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is read from /proc")
 @pytest.mark.parametrize("form", WeightFormat)
 def test_memory_after_a_load_is_the_plan_s_resident_size(directory: Path, form: WeightFormat) -> None:
@@ -139,7 +139,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 PACKED = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=128)
 
 
-@pytest.mark.full
+@pytest.mark.matrix(0, full=2)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is read from /proc")
 @pytest.mark.parametrize("form", [None, WeightFormat.INT4], ids=["bf16", "int4"])
 @pytest.mark.parametrize("stored", [FP8, PACKED], ids=["fp8", "int4 in files"])

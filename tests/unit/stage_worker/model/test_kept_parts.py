@@ -135,7 +135,7 @@ def is_only_packed(ranges: tuple[int, int], *, tied: bool, kernels: Kernels) -> 
     return tied and kernels.products is not ProductMethod.LINEAR and ranges[0] > 0 and ranges[1] == LAYERS
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(1, full=4)
 @pytest.mark.parametrize("choice", ["plain", "packed", "in place"])
 @pytest.mark.parametrize("model", MODELS)
 def test_any_sequence_of_ranges_equals_a_fresh_load_and_reads_only_new_layers(

@@ -69,7 +69,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return source, write_mistral(parent / "model", source, params, num_shards=3)
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(0, full=1)
 def test_greedy_tokens_equal_transformers_at_every_cut(both: tuple[Path, Path]) -> None:
     source, directory = both
     prompts = [sequence.tokens for sequence in random_sequences([61, 1, 23])]

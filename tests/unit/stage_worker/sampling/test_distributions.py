@@ -75,7 +75,7 @@ def sampled_counts(name: str) -> Counts:
     return counted(draw(scenario, seeds(name, NUM_DRAWS)), scenario)
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(8, full=12)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_tokens_of_many_seeds_fit_the_exact_probabilities(name: str) -> None:
     shares, counts = SCENARIOS[name].shares, sampled_counts(name)
