@@ -184,7 +184,7 @@ async def test_streams_go_on_when_a_process_is_killed(served: Served, name: str)
     assert (status.requests.failed, status.requests.orphaned) == (0, 0)
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(0, full=1)
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_client_that_leaves_during_prefill_leaves_nothing_behind(
     served: Served, is_streamed: bool

@@ -173,6 +173,7 @@ async def test_the_deadline_of_the_attaching_call_applies(worded_llama: Path) ->
         assert (status.requests.finished, status.requests.cancelled) == (2, 2)
 
 
+@pytest.mark.full
 async def test_a_call_attaches_without_a_pipeline(worded_llama: Path) -> None:
     async with (
         Cluster(worded_llama, layers=LAYERS, has_text=True) as cluster,

@@ -91,7 +91,7 @@ async def test_several_steps_are_in_flight_under_load(varied_llama: Path, solo: 
         assert max(decodes) <= 3
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(0)
 @pytest.mark.parametrize("count", [6, pytest.param(16, marks=pytest.mark.full)])
 async def test_frequent_preemptions_change_no_token(varied_llama: Path, solo: SoloRuns, count: int) -> None:
     async with Cluster(varied_llama, layers=LAYERS, max_kv_tokens=128) as cluster:

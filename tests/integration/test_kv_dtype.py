@@ -138,7 +138,7 @@ def test_the_builtin_model_predicts_almost_as_with_an_exact_cache(kv_dtype: Scal
         assert float((found.argmax(dim=1) == exact.argmax(dim=1)).double().mean()) > 0.97
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
 @pytest.mark.parametrize("kv_dtype", ScaledDType)
 async def test_a_checked_cluster_serves_with_rounded_keys_and_values(

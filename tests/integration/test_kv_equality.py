@@ -99,7 +99,7 @@ def chunk_sizes(block_size: int) -> list[int]:
     return [block_size, 2 * block_size + 5, 256]
 
 
-@pytest.mark.matrix(2, full=18)
+@pytest.mark.matrix(1, full=18)
 @pytest.mark.parametrize("pool", ["ample", "smallest"])
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["shared", "not shared"])
 @pytest.mark.parametrize(

@@ -264,6 +264,7 @@ async def test_a_request_that_was_cancelled_before_its_first_token_can_be_observ
         gate.open()
 
 
+@pytest.mark.full
 async def test_a_coordinator_that_stays_away_fails_requests_with_its_address() -> None:
     async with (
         mock_cluster(1) as cluster,

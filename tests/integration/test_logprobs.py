@@ -184,6 +184,7 @@ async def test_penalties_and_filters_change_no_log_probability(
     assert any(token.rank > 1 for token in outputs.only.logprobs), "these are the model's most likely tokens"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("length", [1, 2, 3 * 16 + 5])
 async def test_an_echo_without_new_tokens_scores_the_prompt(
     llama: Path, reference: LogprobReference, length: int

@@ -94,6 +94,7 @@ async def test_hidden_states_are_counted_per_hop() -> None:
                 assert found == num_bytes * ((stage, direction) in expected)
 
 
+@pytest.mark.full
 async def test_a_stage_that_takes_twice_as_long_has_twice_the_busy_time() -> None:
     async with MetricsCluster("step=2ms", "step=4ms", "step=2ms", num_stages=NUM_STAGES) as cluster:
         before = await cluster.scrape_until(

@@ -105,6 +105,7 @@ async def test_cancelled_requests_free_their_blocks_and_affect_no_other() -> Non
         assert (status.requests.cancelled, status.requests.failed) == (12, 0)
 
 
+@pytest.mark.full
 async def test_few_blocks_preempt_and_change_no_token() -> None:
     async with mock_cluster(3, max_kv_tokens=128) as cluster:
         answers = await cluster.generate_all(mixed_cases(12, max_tokens=40))
@@ -145,6 +146,7 @@ async def test_a_mock_step_of_an_hour_is_overdue_and_its_worker_replaced() -> No
         check(answers)
 
 
+@pytest.mark.full
 async def test_a_damaged_frame_changes_no_token() -> None:
     async with mock_cluster(3, hop_proxies=[1]) as cluster:
         cases = mixed_cases(9, max_tokens=40)

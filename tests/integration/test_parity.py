@@ -74,7 +74,7 @@ def family(
     return directory, expected
 
 
-@pytest.mark.matrix(2, full=14)
+@pytest.mark.matrix(1, full=14)
 @pytest.mark.parametrize("layers", ALL_CUTS, ids=lambda layers: "-".join(map(str, layers)))
 def test_every_cut_generates_the_tokens_of_transformers(
     family: tuple[Path, list[list[int]]], layers: tuple[int, ...]
@@ -84,7 +84,7 @@ def test_every_cut_generates_the_tokens_of_transformers(
     assert pipeline.generate(prompts(), max_tokens=NUM_NEW_TOKENS) == expected
 
 
-@pytest.mark.matrix(2, full=2)
+@pytest.mark.matrix(1, full=2)
 @pytest.mark.parametrize("layers", [(8,), (3, 5), (2, 3, 3)], ids=lambda layers: "-".join(map(str, layers)))
 def test_prompts_alone_generate_the_same_as_together(
     family: tuple[Path, list[list[int]]], layers: tuple[int, ...]

@@ -86,12 +86,14 @@ async def test_without_an_offer_hidden_states_travel_over_grpc(
     assert fallbacks(caplog) == []
 
 
+@pytest.mark.full
 async def test_small_hidden_states_travel_over_grpc(varied_llama: Path, solo: SoloRuns) -> None:
     async with serving(varied_llama, min_payload_bytes=1 << 20) as (cluster, line):
         solo.check(await cluster.generate_all(mixed_cases(6)))
         assert line.num_connections == 0
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("is_silent", [False, True], ids=["refused", "silent"])
 async def test_a_blocked_port_costs_one_log_line(
     varied_llama: Path,

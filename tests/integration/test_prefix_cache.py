@@ -75,6 +75,7 @@ async def test_a_coordinator_without_prefix_cache_shares_nothing(tiny_llama: Pat
         assert [worker.kv.blocks_inactive for worker in status.workers] == [0, 0]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_output_tokens", [15, 16, 17, 18])
 async def test_a_second_turn_hits_every_block_of_the_first(tiny_llama: Path, num_output_tokens: int) -> None:
     async with new_cluster(tiny_llama) as cluster:

@@ -90,6 +90,7 @@ async def test_each_worker_fetches_only_its_tensors(made: Path, tmp_path: Path, 
         assert server.sent_bytes == before
 
 
+@pytest.mark.full
 async def test_workers_without_the_file_fetch_it_from_the_coordinator(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,6 +149,7 @@ async def test_a_manifest_proves_every_byte_and_a_wrong_one_is_never_served(
             assert await tokens_of(cluster) == tokens
 
 
+@pytest.mark.full
 async def test_workers_join_again_by_themselves_after_an_outage_of_the_source(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +198,7 @@ async def test_a_model_of_a_hub_gives_the_same_tokens(
         assert store.sent_bytes <= weights * 1.01 + 4 * metadata_bytes(model)
 
 
+@pytest.mark.full
 async def test_a_worker_joins_again_by_itself_when_its_cache_is_no_longer_in_use(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

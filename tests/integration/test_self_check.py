@@ -177,6 +177,7 @@ async def test_a_good_plan_serves_in_the_epoch_after_its_check(model: Path) -> N
         assert (await cluster.generate(CASE.again())).tokens == answer.tokens
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("method", ["reference", "run"])
 async def test_a_check_that_fails_by_itself_is_repeated_in_a_new_epoch(
     model: Path, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -198,6 +199,7 @@ async def test_a_check_that_fails_by_itself_is_repeated_in_a_new_epoch(
     assert "the self-check ended with an unexpected error" in caplog.text
 
 
+@pytest.mark.full
 async def test_a_repaired_worker_makes_a_rejected_plan_pass(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,6 +392,7 @@ async def wait_checked(cluster: Cluster) -> None:
     assert status.self_check.verdict == cluster_pb2.SELF_CHECK_VERDICT_PASSED
 
 
+@pytest.mark.full
 async def test_requests_that_arrive_during_checks_are_served(model: Path) -> None:
     """A check is due whenever the cluster is idle."""
     async with Cluster(model, layers=LAYERS, self_check=True, self_check_interval_s=1e-6) as cluster:

@@ -407,6 +407,7 @@ async def test_tokens_arrive_once_over_the_ends_of_epochs() -> None:
             assert each.ends[0].usage.restarts >= 1
 
 
+@pytest.mark.full
 async def test_a_coordinator_restarted_with_its_journal_continues_with_the_stops(tmp_path: Path) -> None:
     async with mock_cluster(2, journal=tmp_path / "j.db", hop_proxies=[0]) as first:
         gate = Gate(first)

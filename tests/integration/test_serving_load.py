@@ -93,6 +93,7 @@ async def test_the_concurrency_limit_holds_on_the_server(tiny_llama: Path) -> No
     assert (summary.num_completed, summary.max_concurrency) == (20, 3)
 
 
+@pytest.mark.full
 async def test_rejections_are_counted_by_status(tiny_llama: Path) -> None:
     spec = replace(SPEC, arrivals=Arrivals(rate_per_s=math.inf), output_lengths=parse_lengths("60"))
     async with Cluster(tiny_llama, layers=(2, 1), max_client_requests=5) as cluster:

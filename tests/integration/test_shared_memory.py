@@ -97,6 +97,7 @@ def mapped_bytes() -> int:
     return sum(sizes.values())
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("of_middle", [{}, {"same_host": SameHost.OFF}], ids=["all", "not the middle"])
 async def test_the_plan_counts_the_memory_that_stages_share(
     varied_llama: Path, of_middle: dict[str, Any]
@@ -112,6 +113,7 @@ async def test_the_plan_counts_the_memory_that_stages_share(
         assert all(stage.total_bytes <= stage.memory_bytes for stage in plan.stages)
 
 
+@pytest.mark.full
 async def test_no_hidden_states_are_in_frames(
     varied_llama: Path, solo: SoloRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +218,7 @@ async def test_a_damaged_slot_ends_one_epoch_and_changes_no_token(
     assert "hidden states do not travel in shared memory for 30 s: a payload did not arrive" in caplog.text
 
 
+@pytest.mark.full
 async def test_a_receiver_that_breaks_the_hop_ends_one_epoch(
     varied_llama: Path, solo: SoloRuns, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -206,7 +206,7 @@ def test_groups_are_the_distinct_windows_in_descending_order(
     assert others == sorted({window for window in windows if window} - {widest}, reverse=True)
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("num_blocks", [5, 7, 16])
 def test_sequences_longer_than_the_cache_are_computed_within_their_window(
     mistral: Path, num_blocks: int

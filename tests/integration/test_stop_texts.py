@@ -105,6 +105,7 @@ async def test_any_part_of_the_text_stops_the_output(
     await cluster.wait_drained()
 
 
+@pytest.mark.full
 async def test_a_stop_string_in_the_last_token_is_the_finish_reason(
     cluster: Cluster, caller: Caller, story: Received
 ) -> None:

@@ -8,7 +8,7 @@ from tests.local_pipeline import LocalPipeline
 from tests.repository import STORIES260K
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "layers",
     [(5,), (2, 3), (2, 2, 1), (1, 2, 1, 1), (1, 1, 1, 1, 1)],

@@ -145,6 +145,7 @@ async def test_a_preempted_request_is_recorded_as_one_trace_although_unsampled(
     assert 0 not in restart_counts, "spans before the preemption are not sampled"
 
 
+@pytest.mark.full
 async def test_a_trace_stays_connected_when_a_worker_fails(collecting: Collector) -> None:
     case = RequestCase(prompt=tuple(range(1, 40)), max_tokens=80)
     async with mock_cluster(collecting) as cluster:

@@ -27,7 +27,7 @@ def all_cuts() -> list[tuple[int, ...]]:
     ]
 
 
-@pytest.mark.matrix(2, full=5)
+@pytest.mark.matrix(1, full=5)
 @pytest.mark.parametrize("layers", all_cuts(), ids=lambda layers: "-".join(map(str, layers)))
 def test_the_recorded_text_is_served_at_every_cut(layers: tuple[int, ...]) -> None:
     pipeline = LocalPipeline(DIRECTORY, layers, block_size=8, max_step_tokens=16)

@@ -105,6 +105,7 @@ async def test_a_takeover_of_a_device_copies_from_the_host_and_reads_nothing(
         assert not parts_of(cluster, spare).on_host, "memory of the host is free again"
 
 
+@pytest.mark.full
 async def test_a_warm_spare_of_a_remote_model_fetches_and_reads_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +120,7 @@ async def test_a_warm_spare_of_a_remote_model_fetches_and_reads_nothing(
             assert (sum(reads), server.sent_bytes) == (0, sent_bytes)
 
 
+@pytest.mark.full
 async def test_a_worker_that_returns_is_the_next_warm_spare(model: Path) -> None:
     async with Cluster(model, layers=LAYERS, **SPARE) as cluster:
         lost, spare = await lose_a_stage(cluster)

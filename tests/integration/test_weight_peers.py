@@ -107,6 +107,7 @@ async def serve_from_the_coordinator(model: Path, tmp_path: Path, monkeypatch: p
         )
 
 
+@pytest.mark.full
 async def test_hosts_without_the_path_fetch_from_the_coordinator(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +189,7 @@ def _serves(status: cluster_pb2.GetStatusResponse, name: str) -> bool:
     return status.state == cluster_pb2.CLUSTER_STATE_SERVING and name in stages
 
 
+@pytest.mark.full
 async def test_a_load_ends_a_prefetch(model: Path, tmp_path: Path) -> None:
     with range_server(model) as server:
         async with remote_cluster(server, tmp_path) as cluster:

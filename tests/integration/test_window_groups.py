@@ -98,7 +98,7 @@ def test_a_hit_begins_at_the_window_although_the_head_was_evicted(mixed: Path) -
     assert run.sequences[3].num_cached_tokens == 199
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("num_blocks", "num_windowed"), [(30, 40), (90, 9)])
 def test_either_group_may_run_short(mixed: Path, num_blocks: int, num_windowed: int) -> None:
     """Sequences are preempted for blocks of one group only; their tokens stay the same."""

@@ -38,11 +38,13 @@ def test_gateways_get_each_token_once_in_order_under_any_fault(seed: int, num_sc
     assert {"kill_gateway", "break_stream", "restart_coordinator"} <= faults.keys()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("bug", GATEWAY_BUGS)
 def test_a_planted_bug_of_serve_is_caught(bug: str) -> None:
     with GATEWAY_BUGS[bug]():
         assert any(examine_gateways(SEED, number).problems for number in range(MOST_SCHEDULES))
 
 
+@pytest.mark.full
 def test_a_schedule_of_gateways_can_be_repeated() -> None:
     assert fingerprint(examine_gateways(SEED, 5)) == fingerprint(examine_gateways(SEED, 5))

@@ -118,6 +118,7 @@ def test_chat_template_refuses_an_unknown_role() -> None:
         tokenizer().apply_chat_template([{"role": "tool", "content": "42"}], tokenize=False)
 
 
+@pytest.mark.full
 def test_greedy_story_uses_the_generators_words_and_terminates() -> None:
     text = continuation("Once upon a time")
     assert text.endswith("<|endoftext|>")

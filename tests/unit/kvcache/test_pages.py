@@ -209,7 +209,7 @@ print(resident() - before)
 """
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from Linux' /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_cpu_store_takes_memory_only_for_what_is_written(dtype: str) -> None:

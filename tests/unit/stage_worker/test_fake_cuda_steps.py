@@ -103,7 +103,7 @@ def steps(log: Log, samplings: tuple[StepSampling, ...], *, epoch: int = 1) -> l
     return found
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS.keys())
 @pytest.mark.parametrize("stage", [0, 1, 2], ids=["FIRST", "MIDDLE", "LAST"])
@@ -126,6 +126,7 @@ STATES: dict[str, dict[str, Any]] = {
 """Families with recurrent layers on the first and last of three stages."""
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("family", STATES)
 @pytest.mark.parametrize("stage", [0, 2], ids=["FIRST", "LAST"])
 def test_a_step_with_states_is_one_copy_to_the_device_and_one_back(
@@ -201,6 +202,7 @@ class CountedGraphs(GraphRecorder, Graph):
         raise AssertionError("nothing failed")
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize(
     ("family", "stage"),
     [*itertools.product(["llama", "qwen3"], [0, 1, 2]), *itertools.product(STATES, [0, 2])],

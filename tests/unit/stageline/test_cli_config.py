@@ -132,6 +132,7 @@ each_setting = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.matrix(109)
 @pytest.mark.parametrize("source", SOURCES)
 @each_setting
 def test_every_setting_reaches_its_field_from_every_source(
@@ -149,6 +150,7 @@ def test_every_setting_reaches_its_field_from_every_source(
     assert setting.value_in(made) != setting.default
 
 
+@pytest.mark.matrix(36)
 @each_setting
 def test_a_printed_config_parses_to_the_same_config(
     config: type,

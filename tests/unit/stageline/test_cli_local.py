@@ -91,18 +91,6 @@ def test_up_shows_the_topology_and_a_signal_ends_it_in_order(
     assert list(tmp_path.glob("stageline-*")) == []
 
 
-def test_up_passes_payload_flags_to_its_workers(launch: Launch) -> None:
-    flags = ("--payload-listen", "127.0.0.1:0", "--payload-min", "1MiB")
-    launcher, pids, _ = _start_up(launch, *flags)
-    lines = [" ".join(psutil.Process(pid).cmdline()) for pid in pids]
-    assert [" --payload-listen 127.0.0.1:0 --payload-min 1MiB" in line for line in lines] == [
-        " worker " in line for line in lines
-    ]
-    launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=60)
-    assert launcher.returncode == 0
-
-
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("flags", "words"),
@@ -123,6 +111,7 @@ def test_up_rejects_an_impossible_plan_before_starting_processes(
     assert output == ""
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("flags", ["--memory 999TiB", "--threads 100000000"])
 def test_up_rejects_missing_resources_before_starting_processes(
     launch: Launch, flags: str, tmp_path: Path
@@ -134,6 +123,7 @@ def test_up_rejects_missing_resources_before_starting_processes(
     assert list(tmp_path.glob("stageline-*")) == []
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("has_tokenizer", "prompt"), [("1", '"Once upon a time"'), ("0", "--token-ids 1,2,3")]
 )
@@ -142,22 +132,18 @@ def test_up_suggests_a_prompt_that_the_model_takes(launch: Launch, has_tokenizer
     _read_until(launcher, f"stageline generate {prompt} --coordinator")
 
 
-def test_all_processes_of_up_use_its_log_settings(launch: Launch) -> None:
-    launcher, pids, _ = _start_up(launch, STAGELINE_LOG_FORMAT="json", STAGELINE_LOG_LEVEL="debug")
-    flags = ["--log-format", "json", "--log-level", "debug"]
-    for pid in pids:
-        line = psutil.Process(pid).cmdline()
-        assert line[line.index("--log-format") :][:4] == flags
+def test_flags_and_settings_of_up_reach_its_processes(launch: Launch) -> None:
+    of_coordinator = {"--queue-size": "7", "--recovery-timeout": "9.0", "--trace-store": "5"}
+    of_workers = ["--payload-listen", "127.0.0.1:0", "--payload-min", "1MiB"]
+    flags = (*(word for setting in of_coordinator.items() for word in setting), *of_workers)
+    launcher, pids, _ = _start_up(launch, *flags, STAGELINE_LOG_FORMAT="json", STAGELINE_LOG_LEVEL="debug")
+    lines = [psutil.Process(pid).cmdline() for pid in pids]
+    assert {flag: lines[0][lines[0].index(flag) + 1] for flag in of_coordinator} == of_coordinator
+    assert ["worker" in line for line in lines] == [False, False, True, True]
+    for pid, line in zip(pids, lines, strict=True):
+        assert line[line.index("--log-format") :][:4] == ["--log-format", "json", "--log-level", "debug"]
         assert not {"STAGELINE_LOG_FORMAT", "STAGELINE_LOG_LEVEL"} & psutil.Process(pid).environ().keys()
-    launcher.terminate()
-    assert launcher.wait(GRACE_S) == 0
-
-
-def test_settings_of_up_reach_its_coordinator(launch: Launch) -> None:
-    settings = {"--queue-size": "7", "--recovery-timeout": "9.0", "--trace-store": "5"}
-    launcher, pids, _ = _start_up(launch, *(word for setting in settings.items() for word in setting))
-    line = psutil.Process(pids[0]).cmdline()
-    assert {flag: line[line.index(flag) + 1] for flag in settings} == settings
+        assert (" ".join(of_workers) in " ".join(line)) == ("worker" in line)
     launcher.terminate()
     assert launcher.wait(GRACE_S) == 0
 

@@ -212,6 +212,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.matrix(1)
 def test_no_torch_is_loaded_for_a_tokenizer(kind: str, tmp_path: Path) -> None:
     save_tokenizer(tmp_path, kind, chat_template=CHAT_TEMPLATE)
     command = [sys.executable, "-c", LOAD_AND_USE, str(tmp_path)]

@@ -43,6 +43,7 @@ def sizes_of(checkpoint: Checkpoint, begin: int, end: int) -> dict[str, int]:
     return {name: checkpoint.tensors[name].num_bytes for name in names}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("family", ["helium", "gemma", "phimoe"])
 def test_a_new_plan_reads_only_what_the_worker_lacks(family: str, tmp_path: Path) -> None:
     checkpoint, parts = Checkpoint.open(make(tmp_path, family)), LoadedParts()

@@ -45,6 +45,7 @@ def open_family(directory: Path, family: str, *, dtype: str = "float32") -> Chec
     return Checkpoint.open(make_checkpoint(directory, family, dtype=dtype, **WIDTHS | FAMILIES[family]))
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_are_in_memory_once_while_they_are_loaded(family: str, dtype: str, tmp_path: Path) -> None:
@@ -61,6 +62,7 @@ def test_experts_are_in_memory_once_while_they_are_loaded(family: str, dtype: st
     assert 0.95 * stage.weight_bytes < live.peak <= stage.weight_bytes + others
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
 def test_a_step_takes_at_most_what_a_plan_counts(family: str, dtype: DType, tmp_path: Path) -> None:

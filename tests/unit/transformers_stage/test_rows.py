@@ -47,7 +47,7 @@ def params() -> Iterator[Any]:
         yield name if is_chosen else pytest.param(name, marks=pytest.mark.full)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("family", list(params()))
 def test_hidden_states_at_every_cut_equal_native_ones(
     family: str, tmp_path_factory: pytest.TempPathFactory

@@ -62,6 +62,7 @@ def content_of(checkpoint: Checkpoint, name: str) -> bytes:
     return read_bytes(checkpoint.directory / entry.file, entry.begin, entry.end)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_tensors", [0, 9], ids=["one file", "shards"])
 def test_matrices_of_experts_are_fetched_one_by_one(
     made: Path, server: RangeServer, tmp_path: Path, num_tensors: int

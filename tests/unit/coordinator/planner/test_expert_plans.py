@@ -61,7 +61,7 @@ def simulated_times(config: Blueprint, plan: Plan, num_sequences: int) -> list[f
     return times
 
 
-@pytest.mark.matrix(12)
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 5])
 @pytest.mark.parametrize("step_sequences", [1, 8, 64])
 @pytest.mark.parametrize(("experts", "first"), [(EXPERTS, 20), (FEW_WIDE, 20), (EXPERTS, 1)])

@@ -31,12 +31,14 @@ def longest_gap_s(requests: list[ServedRequest]) -> float:
     return max(gap for request in requests for gap in request.gaps_s)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_arrivals_leave_gaps_between_tokens_within_the_target(num_stages: int) -> None:
     requests = pipeline_of(num_stages).serve(poisson(60, 2.0, seed=1))
     assert longest_gap_s(requests) <= TARGET_S
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_requests", [8, 16, 32])
 def test_a_burst_takes_about_as_long_as_its_prefill_and_its_decodes(num_requests: int) -> None:
     pipeline = pipeline_of(2)
@@ -48,6 +50,7 @@ def test_a_burst_takes_about_as_long_as_its_prefill_and_its_decodes(num_requests
     assert served.last_first_token_s <= 1.35 * alone.last_first_token_s
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8, 16])
 def test_after_a_burst_decodes_fill_the_pipeline_evenly(num_stages: int) -> None:
     pipeline, num_requests = pipeline_of(num_stages, LONG_STEPS), 32

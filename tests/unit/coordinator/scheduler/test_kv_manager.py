@@ -401,6 +401,7 @@ def test_a_last_block_whose_hash_is_taken_ends_as_a_private_one(monkeypatch: pyt
     assert (log.num_active, log.num_inactive, log.take_events()) == (2, 0, [])
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("block_size", [1, 2, 3])
 @pytest.mark.parametrize("window", range(1, 7))
 def test_the_first_chunk_of_an_admissible_sequence_fits(window: int, block_size: int) -> None:

@@ -187,7 +187,7 @@ PROMPTS = st.lists(
 )
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(0, full=2)
 @settings(max_examples=5, deadline=None)
 @given(prompts=PROMPTS)
 def test_padding_and_recording_change_nothing(directory: Path, prompts: list[tuple[int, int, int]]) -> None:
@@ -222,7 +222,7 @@ def graphs_of(twins: Twins) -> StepGraphs:
     return found
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(0, full=3)
 def test_what_is_recorded_is_the_same_for_all_steps_of_a_size(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

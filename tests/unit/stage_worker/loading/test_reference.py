@@ -97,6 +97,7 @@ def expected_outputs(directory: Path, dtype: DType, text: Text) -> tuple[Tensor,
     return output.logits[0], [hidden[0] for hidden in output.hidden_states[1:-1]]
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("dtype", list(DType))
 def test_log_probabilities_and_hidden_states_equal_transformers(directory: Path, dtype: DType) -> None:
     reference = reference_of(directory, dtype=dtype)

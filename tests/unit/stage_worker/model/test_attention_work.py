@@ -45,6 +45,7 @@ def host_work(window: int | None, slices: list[tuple[int, int]] = SLICES) -> Hos
     )
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("window", [None, 1, 600])
 def test_every_visible_key_is_read_once(window: int | None) -> None:
     """Pages of `layout` have the numbers of their blocks."""

@@ -52,7 +52,7 @@ def spread_of(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.std())
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("block_size", "chunks"), [(1, [2, 1, 3]), (2, [17, 5]), (4, [1]), (8, [3, 1, 2]), (16, [2, 3])]
 )
@@ -81,7 +81,7 @@ def expected_of(directory: Path, given: Sequence[list[int]], count: int) -> list
     return [greedy(directory, tuple(prompt))[:count] for prompt in given]
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(0)
 @pytest.mark.parametrize(("cut", "max_step_tokens"), [((5,), 3), ((1, 1, 1, 1, 1), 2)])
 def test_chunks_of_one_to_three_tokens_and_preemption(
     directory: Path, cut: tuple[int, ...], max_step_tokens: int
@@ -94,6 +94,7 @@ def test_chunks_of_one_to_three_tokens_and_preemption(
     assert any(sequence.restart_count for sequence in pipeline.last_run.sequences), "no preemption"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("shared", [16, 18, 22])
 def test_prefix_hits_begin_within_and_between_entries(directory: Path, shared: int) -> None:
     """The second request computes only what follows the shared blocks of 2 tokens."""

@@ -197,6 +197,7 @@ def test_the_reference_of_the_self_check_reads_gguf(both: tuple[Path, Path]) -> 
     assert spread_of(found[1], found[0]) < 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", [pytest.param("qwen3_5_text", marks=pytest.mark.full), "qwen3_5_moe_text"])
 def test_tiled_value_heads_give_the_same_tokens_at_any_cut(family: str, tmp_path: Path) -> None:
     """Value heads of two key heads take turns, three each; draft layers are at the end, and not read."""

@@ -94,6 +94,7 @@ def matrices(weights: LayerWeights) -> dict[tuple[str, ...], Any]:
     }
 
 
+@pytest.mark.matrix(24)
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("form", FORMATS)
 def test_weights_are_those_of_the_files(form: str, layer: int, tmp_path: Path) -> None:
@@ -164,6 +165,7 @@ EXPERT_FORMS = FORMATS | {
 }
 
 
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("form", EXPERT_FORMS)
 def test_weights_of_experts_are_those_of_the_files(form: str, tmp_path: Path) -> None:
     checkpoint, weights, expected = loaded(tmp_path, EXPERT_FORMS[form], 1, EIGHT_EXPERTS)

@@ -129,7 +129,7 @@ def test_matrices_are_rounded_as_the_products_of_a_gpu_round_them(
     assert kept < 0.75 * plain, "all projections are rounded"
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 def test_inputs_of_gated_delta_networks_are_rounded_and_states_are_not(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(make_checkpoint(tmp_path, "qwen3_next", num_layers=4))
     weights, _ = allocate_layer(checkpoint.config, 0, lambda *shape: torch.ones(shape))

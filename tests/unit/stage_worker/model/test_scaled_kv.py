@@ -119,7 +119,7 @@ def attended(
     return output
 
 
-@pytest.mark.matrix(10)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("element", FORMATS)
 @pytest.mark.parametrize(("head_dim", "window"), [(32, None), (64, 11), (128, None), (256, 100)])
 @pytest.mark.parametrize("choice", CHOICES)

@@ -154,7 +154,7 @@ def test_rows_of_mixed_kinds_get_the_tokens_of_uniform_batches() -> None:
     assert [token_of(result) for result in sampler.choose(slices, torch.stack(logits))] == wanted
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_would_be_noticed(mistake: str) -> None:
     filters, names = MISTAKES[mistake]
