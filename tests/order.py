@@ -26,12 +26,14 @@ START_FIRST = {
 
 def assign_tiers(cases: abc.Sequence[pytest.Item]) -> None:
     """Mark the cases of one test with `matrix(n, full=m)`: n stay in `make test`, m others are in
-    `make test-full` (all by default), the rest in `make nightly`. Both are spread over all cases.
+    `make test-full` (all by default), the rest in `make nightly`. Both are spread over all cases, but for
+    cases that are marked by hand.
     """
     marker = cases[0].get_closest_marker("matrix")
     assert marker is not None
-    quick = _spread([case for case in cases if not case.get_closest_marker("full")], marker.args[0])
-    others = [case for case in cases if case not in quick]
+    daily = [case for case in cases if not case.get_closest_marker("nightly")]
+    quick = _spread([case for case in daily if not case.get_closest_marker("full")], marker.args[0])
+    others = [case for case in daily if case not in quick]
     full = _spread(others, marker.kwargs.get("full", len(others)))
     for case in others:
         case.add_marker("full" if case in full else "nightly")

@@ -62,7 +62,7 @@ async def end(
     return process.returncode
 
 
-@pytest.mark.full
+@pytest.mark.matrix(0, full=2)
 @pytest.mark.parametrize(
     ("number", "passes", "code", "parallel"),
     [
@@ -92,7 +92,7 @@ async def test_a_test_run_leaves_no_file(
     assert leftover_files(temporary) == []
 
 
-@pytest.mark.full
+@pytest.mark.matrix(0, full=1)
 @pytest.mark.parametrize(
     ("program", "number"),
     [

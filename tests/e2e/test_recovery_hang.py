@@ -61,6 +61,7 @@ async def test_a_worker_that_thaws_after_its_lease_is_rejected_and_joins_as_new(
         await serves_normally(client, SHORT_PROMPTS, expected, salt="thawed")
 
 
+@pytest.mark.nightly
 async def test_a_worker_that_hangs_for_less_than_its_lease_is_not_lost(steady: Path, tmp_path: Path) -> None:
     async with (
         FaultyCluster(config(steady, 3, num_stages=3, logs=tmp_path)) as cluster,

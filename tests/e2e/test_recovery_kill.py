@@ -49,7 +49,7 @@ async def long(client: Client) -> list[list[int]]:
     return await undisturbed(client, LONG_PROMPTS)
 
 
-@pytest.mark.full
+@pytest.mark.matrix(0, full=2)
 @pytest.mark.parametrize("role", ROLES)
 async def test_streams_continue_when_a_stage_is_killed_while_they_decode(
     cluster: FaultyCluster, client: Client, short: list[list[int]], role: str, figures: Figures

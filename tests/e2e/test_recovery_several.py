@@ -47,6 +47,7 @@ async def test_survivors_take_over_when_two_of_four_stages_are_killed(
         await serves_normally(client, SHORT_PROMPTS, expected, salt="grown back")
 
 
+@pytest.mark.nightly
 async def test_two_spares_take_over_when_two_stages_are_killed_at_once(
     steady: Path, tmp_path: Path, figures: Figures
 ) -> None:
@@ -65,6 +66,7 @@ async def test_two_spares_take_over_when_two_stages_are_killed_at_once(
         assert (await cluster.until()).requests.failed == 0
 
 
+@pytest.mark.nightly
 async def test_a_second_spare_takes_over_when_the_first_is_killed_while_it_loads(
     steady: Path, tmp_path: Path
 ) -> None:

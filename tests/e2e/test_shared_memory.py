@@ -72,6 +72,7 @@ async def test_streams_continue_when_an_end_of_shared_memory_is_killed(
     assert not segments & segments_of_all_processes()
 
 
+@pytest.mark.nightly
 async def test_streams_continue_when_a_reader_of_shared_memory_stalls(steady: Path, tmp_path: Path) -> None:
     async with (
         FaultyCluster(config(steady, 3, num_stages=2, logs=tmp_path)) as cluster,

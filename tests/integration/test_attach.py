@@ -36,7 +36,7 @@ async def read_all_there_is(cluster: Cluster, gate: Gate, reader: Reader) -> Non
         await reader.until(count, choice=choice)
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(1, full=1)
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_an_attaching_call_continues_and_the_previous_call_ends(worded_llama: Path, shape: str) -> None:
     async with (

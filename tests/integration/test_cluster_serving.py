@@ -37,8 +37,8 @@ def num_decodes(step: Step) -> int:
     return sum(isinstance(step_slice.inference_step, Decode) for step_slice in step.slices)
 
 
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("count", [1, 4, 16, 64])
+@pytest.mark.matrix(1, full=1)
+@pytest.mark.parametrize("count", [16, 64, 1, 4])
 async def test_concurrent_requests_generate_the_tokens_of_solo_runs(
     varied_llama: Path, solo: SoloRuns, count: int
 ) -> None:
@@ -91,8 +91,8 @@ async def test_several_steps_are_in_flight_under_load(varied_llama: Path, solo: 
         assert max(decodes) <= 3
 
 
-@pytest.mark.matrix(0)
-@pytest.mark.parametrize("count", [6, pytest.param(16, marks=pytest.mark.full)])
+@pytest.mark.matrix(0, full=1)
+@pytest.mark.parametrize("count", [6, 16])
 async def test_frequent_preemptions_change_no_token(varied_llama: Path, solo: SoloRuns, count: int) -> None:
     async with Cluster(varied_llama, layers=LAYERS, max_kv_tokens=128) as cluster:
         answers = await cluster.generate_all(mixed_cases(count, max_tokens=40))
@@ -208,7 +208,7 @@ def _is_live(cluster: Cluster, case: RequestCase) -> bool:
     )
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(1, full=1)
 @pytest.mark.parametrize("how", ["cancel", "disconnect"])
 @pytest.mark.parametrize("after", [0, 3], ids=["prefill", "decode"])
 async def test_abandoned_requests_leave_no_blocks(

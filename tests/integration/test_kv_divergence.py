@@ -145,7 +145,7 @@ def forget_cached(tables: BlockTables) -> bool:
 HARMS = [swap_lru, raise_refcount, lower_refcount, forget_cached]
 
 
-@pytest.mark.full
+@pytest.mark.matrix(0, full=4)
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
 @pytest.mark.parametrize("stage", range(NUM_STAGES))
 def test_damage_to_a_pool_is_detected_before_a_wrong_token(

@@ -71,7 +71,7 @@ def tokens_of(
     return run.tokens, run.scheduler.counts.num_preemptions
 
 
-@pytest.mark.full
+@pytest.mark.matrix(0, full=1)
 @pytest.mark.parametrize("kv_dtype", ScaledDType)
 def test_a_text_depends_neither_on_cuts_nor_on_chunks_hits_and_preemptions(
     kv_dtype: ScaledDType, mixed: Path
@@ -126,7 +126,7 @@ def _logprobs(tokens: list[int], dtype: DType, kv_dtype: ScaledDType | None) -> 
     return torch.cat(logits).double().log_softmax(dim=1)
 
 
-@pytest.mark.full
+@pytest.mark.matrix(0, full=2)
 @pytest.mark.parametrize("kv_dtype", ScaledDType)
 def test_the_builtin_model_predicts_almost_as_with_an_exact_cache(kv_dtype: ScaledDType) -> None:
     (story,) = LocalPipeline(MODEL_DIRECTORY, (12,)).generate([[1, 330, 290]], max_tokens=250)
@@ -138,7 +138,7 @@ def test_the_builtin_model_predicts_almost_as_with_an_exact_cache(kv_dtype: Scal
         assert float((found.argmax(dim=1) == exact.argmax(dim=1)).double().mean()) > 0.97
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(1, full=2)
 @pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
 @pytest.mark.parametrize("kv_dtype", ScaledDType)
 async def test_a_checked_cluster_serves_with_rounded_keys_and_values(

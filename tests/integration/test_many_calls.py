@@ -45,6 +45,7 @@ async def ends_of_all(cluster: Cluster, held_s: float) -> Counter[str]:
         return Counter(await asyncio.gather(*calls))
 
 
+@pytest.mark.matrix(0, full=1)
 @pytest.mark.parametrize(
     ("queue_size", "held_s"), [(32, 1.0), (4096, 1.0), pytest.param(4096, 32.0, marks=pytest.mark.nightly)]
 )

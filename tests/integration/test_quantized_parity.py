@@ -38,7 +38,7 @@ def _reference_tokens(directory: Path, prompt: list[int]) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(2, full=10)
 @pytest.mark.parametrize("form", FORMATS)
 def test_tokens_are_those_of_the_unpacked_weights(form: str, tmp_path: Path) -> None:
     weights = write_quantized(tmp_path / "quantized", FORMATS[form], seed=2)

@@ -153,7 +153,7 @@ def _step_sampling(seed: int) -> StepSampling:
     )
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(1, full=1)
 @pytest.mark.parametrize("num_stages", LAYERS)
 async def test_tokens_are_the_same_alone_and_batched_on_any_number_of_stages(
     llama: Path, solo: list[Tokens], num_stages: int
@@ -182,16 +182,16 @@ async def test_a_choice_does_not_depend_on_the_number_of_choices(
     assert [outputs.tokens[:most] for outputs in answers] == [case[:most] for case in solo]
 
 
-@pytest.mark.full
+@pytest.mark.matrix(0, full=2)
 @pytest.mark.parametrize(
     ("num_stages", "chunk"),
     [
         (2, 8),
+        (3, 16),
+        (1, 8),
         (3, 128),
-        pytest.param(1, 8, marks=pytest.mark.full),
-        pytest.param(3, 16, marks=pytest.mark.full),
-        pytest.param(5, 8, marks=pytest.mark.full),
-        pytest.param(5, 256, marks=pytest.mark.full),
+        (5, 8),
+        (5, 256),
     ],
 )
 async def test_tokens_are_the_same_in_small_and_large_chunks(

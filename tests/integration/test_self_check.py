@@ -133,7 +133,7 @@ def is_decided(status: cluster_pb2.GetStatusResponse) -> bool:
     return status.state in (cluster_pb2.CLUSTER_STATE_SERVING, cluster_pb2.CLUSTER_STATE_BLOCKED)
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(1, full=4)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 async def test_a_plan_with_a_faulty_stage_never_serves(
     model: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault

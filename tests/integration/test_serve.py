@@ -72,7 +72,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(1, full=2)
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_tokens_and_usage_equal_those_of_generate(worded_llama: Path, shape: str) -> None:
     options = {"max_tokens": 30, **SHAPES[shape]}

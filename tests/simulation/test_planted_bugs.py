@@ -28,6 +28,7 @@ def _tier(bug: str) -> tuple[pytest.MarkDecorator, ...]:
     return () if bug in QUICK else (pytest.mark.full,)
 
 
+@pytest.mark.matrix(2, full=6)
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=_tier(bug)) for bug in BUGS])
 def test_a_planted_bug_is_caught(bug: str) -> None:
     if bug in CAUGHT_BY and examine(SEED, CAUGHT_BY[bug], bug).problems:

@@ -73,8 +73,10 @@ class Case:
 )
 def test_cases_of_a_matrix_are_spread_over_tiers(matrix: pytest.MarkDecorator, expected: list[str]) -> None:
     cases = [*(Case(matrix) for _ in range(4)), Case(matrix, pytest.mark.full)]
-    assign_tiers(cases)  # type: ignore[arg-type]
+    by_hand = Case(matrix, pytest.mark.nightly)
+    assign_tiers([by_hand, *cases])  # type: ignore[list-item]
     assert [case.tiers for case in cases] == expected
+    assert by_hand.tiers == "nightly"
 
 
 def test_processes_are_given_files_clusters_or_single_tests() -> None:

@@ -97,7 +97,7 @@ def test_memory_after_a_load_is_the_plan_s_resident_size(directory: Path, form: 
     assert measure(directory, form, "keep") > 1.03 * planned + SLACK_BYTES, "the bound notices nothing"
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is read from /proc")
 def test_memory_of_transformers_layers_is_the_plan_s_resident_size(directory: Path) -> None:
     config = Checkpoint.open(directory).config

@@ -81,7 +81,7 @@ def expected_of(directory: Path, given: Sequence[list[int]], count: int) -> list
     return [greedy(directory, tuple(prompt))[:count] for prompt in given]
 
 
-@pytest.mark.matrix(0)
+@pytest.mark.matrix(0, full=1)
 @pytest.mark.parametrize(("cut", "max_step_tokens"), [((5,), 3), ((1, 1, 1, 1, 1), 2)])
 def test_chunks_of_one_to_three_tokens_and_preemption(
     directory: Path, cut: tuple[int, ...], max_step_tokens: int

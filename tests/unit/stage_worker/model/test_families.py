@@ -205,7 +205,7 @@ def index_gaps_checked(config: Blueprint) -> Iterator[None]:
     assert min(gaps, default=1.0) > LEAST_INDEX_GAP, "another rounding may choose another token"
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(1, full=12)
 def test_greedy_tokens_equal_transformers_at_every_cut(family: tuple[str, Checkpoint]) -> None:
     """With chunks, prefix hits (two prompts share their beginning), and preemption (few blocks)."""
     _, checkpoint = family

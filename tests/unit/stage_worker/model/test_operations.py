@@ -211,7 +211,7 @@ PROMPTS = [(0, 2), (0, 5), (0, 130), (16, 3), (61, 13), (200, 70), (263, 64)]
 """First position and number of queries: less than a tile, whole panels of keys and parts of them."""
 
 
-@pytest.mark.matrix(12)
+@pytest.mark.matrix(12, full=36)
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("window", [None, 11, 100])
 @pytest.mark.parametrize("choice", [*CHOICES, WITH_SINKS])

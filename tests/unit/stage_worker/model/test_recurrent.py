@@ -42,7 +42,7 @@ def expected(directory: Path, prompt: list[int]) -> list[int]:
     return greedy_tokens(directory, prompt)[:NUM_TOKENS]
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(1, full=5)
 @pytest.mark.parametrize("max_step_tokens", [1, 2, 3])
 def test_chunks_shorter_than_the_convolution(
     directory: Path, prompt: list[int], expected: list[int], max_step_tokens: int
