@@ -11,7 +11,7 @@ import triton
 from stage_worker.model.state_rows import SEQUENCE_FIELDS, StateRows
 from stage_worker.model.triton_kernels.launch import Launch, padded
 
-_TILE = {False: (32, 4), True: (8, 1)}
+_TILE = {False: (32, 8), True: (8, 1)}
 """Columns of a state that one program has, and its warps: decodes read and write states as fast as memory
 does, and longer slices wait for sums over the rows, which are fastest within one warp.
 """
