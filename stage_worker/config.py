@@ -183,7 +183,7 @@ class WorkerConfig:
         _cluster(
             "--payload-min",
             "SIZE",
-            "Smallest hidden states sent to the next stage's payload listen address",
+            "Smallest hidden states sent to the next stage's payload listen address, or left on a GPU for it",
             min=1,
             parse=parse_size,
             format=exact_size,

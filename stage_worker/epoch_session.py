@@ -413,6 +413,7 @@ class EpochSession:
             return
         if fault.step_id is None:
             fault.step_id = self._next_step_id
+        self._payloads.note_fault(fault)
         description = fault.describe(stage=self._assignment.stage)
         log.error(
             "epoch %d refused: %s",

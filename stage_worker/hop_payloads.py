@@ -14,7 +14,8 @@ from stageline_rpc.internal.v1 import forward_pb2
 from stageline_rpc.v1 import cluster_pb2
 from wire.addresses import Address, parse_address
 from wire.errors import StepFault, StepFaultKind
-from wire.payload_memory import MemoryListener, MemoryOffer, MemoryReceiver, MemorySender, host_id
+from wire.memory_listener import MemoryListener
+from wire.payload_memory import MemoryOffer, MemoryReceiver, MemorySender, host_id
 from wire.payload_sockets import PayloadListener, PayloadReceiver, PayloadSender
 from wire.payloads import (
     MIN_PAYLOAD_BYTES,
@@ -55,7 +56,8 @@ class PayloadConnections:
         """Without shared memory, hidden states smaller than `min_bytes` travel over gRPC.
 
         Memory is shared in both directions, or without `memory` in none. With `hop_memory`, a GPU writes what
-        it sends into shared memory, which is page-locked.
+        it sends into shared memory, which is page-locked, and hidden states of `min_bytes` or more stay on
+        the device where the next stage's can copy them from there.
         """
         self.hop_memory = hop_memory
         self._listener = listener
@@ -113,14 +115,31 @@ class OutgoingPayloads:
         self._sender: PayloadSender | None = None
         self._memory: MemorySender | None = None
         self._tried: list[MemorySender | PayloadSender] = []
-        self._is_pinned = False
-        self.transport = cluster_pb2.HOP_TRANSPORT_UNSPECIFIED
-        """How hidden states travel, once it is open."""
+        self._is_open = self._is_pinned = self._is_on_device = self._is_closed = False
+        self._changes: set[asyncio.Task[None]] = set()
+        """To a faster way: they end soon after `close`."""
         self.fallback = ""
         """Why large hidden states travel over gRPC in this epoch, although a connection was offered."""
         self.same_host_fallback = ""
-        """Why hidden states do not travel in shared memory that is page-locked for the GPU, if this stage has
-        one, although the next stage is on this host."""
+        """Why hidden states do not stay on the GPU, or do not travel in shared memory that is page-locked for
+        it, if this stage has one, although the next stage is on this host."""
+
+    @property
+    def transport(self) -> cluster_pb2.HopTransport.ValueType:
+        """How hidden states travel, once it is open: in memory first of the host, soon of the device."""
+        if not self._is_open:
+            return cluster_pb2.HOP_TRANSPORT_UNSPECIFIED
+        if self._memory is not None:
+            if self._is_on_device:
+                return cluster_pb2.HOP_TRANSPORT_CUDA_IPC
+            is_pinned = self._is_pinned
+            return (
+                cluster_pb2.HOP_TRANSPORT_PINNED_MEMORY
+                if is_pinned
+                else cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY
+            )
+        is_connected = self._sender is not None
+        return cluster_pb2.HOP_TRANSPORT_TCP if is_connected else cluster_pb2.HOP_TRANSPORT_GRPC
 
     async def open(self, accepted: forward_pb2.HopAccepted) -> None:
         """Open the best way that is offered; without one, all hidden states belong into frames."""
@@ -128,16 +147,7 @@ class OutgoingPayloads:
             await self._open_memory(accepted.memory)
         if self._memory is None and accepted.HasField("payloads"):
             await self._open_connection(accepted.payloads)
-        if self._memory is not None:
-            self.transport = (
-                cluster_pb2.HOP_TRANSPORT_PINNED_MEMORY
-                if self._is_pinned
-                else cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY
-            )
-        elif self._sender is not None:
-            self.transport = cluster_pb2.HOP_TRANSPORT_TCP
-        else:
-            self.transport = cluster_pb2.HOP_TRANSPORT_GRPC
+        self._is_open = True
 
     async def send(self, hidden: HiddenStates) -> PayloadNotice | None:
         """Send hidden states; None if they belong into the frame. Raises ConnectionError."""
@@ -157,6 +167,7 @@ class OutgoingPayloads:
 
     def close(self) -> None:
         """Idempotent."""
+        self._is_closed = True
         if self._memory is not None and (hop_memory := self._connections.hop_memory) is not None:
             hop_memory.end_lending(self._memory.lend)
         for end in self._tried:
@@ -176,18 +187,40 @@ class OutgoingPayloads:
             problem = f"could not be opened: {error}"
             self.same_host_fallback = self._connections.avoid_memory(offered.socket, problem)
         if self._memory is not None and (hop_memory := self._connections.hop_memory) is not None:
-            await self._pin(self._memory, hop_memory)
+            # Not awaited: to page-lock gigabytes, or to compile a kernel, takes longer than a dial may.
+            change = asyncio.create_task(self._speed_up(self._memory, hop_memory))
+            self._changes.add(change)
+            change.add_done_callback(self._changes.discard)
+
+    async def _speed_up(self, memory: MemorySender, hop_memory: HopMemory) -> None:
+        """Let the GPU write into slots of `memory`, then leave hidden states on the device.
+
+        Until then, and if the driver refuses, the host copies hidden states into `memory`. It ends soon after
+        `memory` is closed.
+        """
+        await self._pin(memory, hop_memory)
+        # The states of a self-check are kept, too, which needs their bytes on the host.
+        if self._is_pinned and hop_memory.shares_device and not self._epoch.is_check:
+            await self._share_device(memory, hop_memory)
 
     async def _pin(self, memory: MemorySender, hop_memory: HopMemory) -> None:
-        """Let the GPU write into the slots of `memory`; otherwise the host copies hidden states there."""
         try:
             await memory.lock(hop_memory)
         except OSError as error:
             self.same_host_fallback = f"memory shared with the next stage is not page-locked: {error}"
             log.warning("hidden states are copied once more: %s", self.same_host_fallback)
-        else:
+            return
+        if not self._is_closed:
             hop_memory.lend_by(memory.lend)
             self._is_pinned = True
+
+    async def _share_device(self, memory: MemorySender, hop_memory: HopMemory) -> None:
+        try:
+            self._is_on_device = await memory.share_device(hop_memory, min_bytes=self._min_bytes)
+        except OSError as error:
+            if not self._is_closed:
+                self.same_host_fallback = f"memory of the GPU is not shared with the next stage: {error}"
+                log.warning("hidden states pass the host: %s", self.same_host_fallback)
 
     async def _open_connection(self, offered: forward_pb2.PayloadOffer) -> None:
         address = Address(offered.host or self._host, offered.port)
@@ -288,6 +321,12 @@ class IncomingPayloads:
             self._memory_listener.suspend()
             # The frames of a traceback would keep the segment mapped, for as long as the fault is reported.
             raise fault.with_traceback(None) from None
+
+    def note_fault(self, fault: StepFault) -> None:
+        """Offer no memory for a while if a step failed by what it found on the previous stage's device."""
+        is_on_device = self._memory is not None and self._memory.is_on_device
+        if fault.kind is StepFaultKind.CHECKSUM and is_on_device and self._memory_listener is not None:
+            self._memory_listener.suspend()
 
     def _suspend(self, damaged: asyncio.Future[StepFault]) -> None:
         if not damaged.cancelled():

@@ -53,7 +53,7 @@ from wire.exit_codes import ExitCode, error_line
 from wire.flags import OFF
 from wire.gpu import encode_device_memory, encode_gpu
 from wire.interceptors import HealthServicer
-from wire.payload_memory import MemoryListener
+from wire.memory_listener import MemoryListener
 from wire.payload_sockets import PayloadListener
 from wire.payloads import MIN_PAYLOAD_BYTES
 from wire.peer_limits import PeerLimits
@@ -103,7 +103,8 @@ class Worker:
         self._clock = ClusterClock()
         self._recorder: SpanRecorder | None = None
         self._payloads = PayloadListener(self._refused, tls=self._transport.server_context)
-        self._memory = MemoryListener(self._refused, self._backend.hop_memory)
+        hop_memory = self._backend.hop_memory
+        self._memory = MemoryListener(self._refused, hop_memory, hop_memory)
         self._observers: list[StepObserver] = [self.metrics.stage]
         self._stage = self._new_stage()
         self._client = CoordinatorClient(

@@ -6,6 +6,8 @@ does so at every later call.
 
 from __future__ import annotations
 
+import ctypes
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -17,11 +19,13 @@ import torch
 from torch import Tensor
 
 from stage_worker.backends.contract import DeviceError
-from stage_worker.backends.hop_memory import PageLocks
+from stage_worker.backends.hop_memory import DeviceMappings, PageLocks
 from stage_worker.backends.transfers import DeviceQueue, Event
 from stage_worker.model.attention_views import HostArray
+from tests.host_checksum import host_checksum
 
 GARBAGE = 0xA5
+PROOF_BYTES = 256
 
 
 @dataclass(eq=False)
@@ -107,10 +111,79 @@ class FakeQueue(DeviceQueue):
         if self.failure is not None:
             raise DeviceError(self.failure)
 
+    def copy_out(self, address: int, source: Tensor) -> None:
+        self.check()
+        assert source.is_contiguous()
+        ctypes.memmove(address, source.data_ptr(), source.nbytes)
+
+    def copy_in(self, target: Tensor, address: int) -> Event:
+        self.check()
+        assert target.is_contiguous()
+        ctypes.memmove(target.data_ptr(), address, target.nbytes)
+        return _Ended()
+
+    def read(self, address: int, num_bytes: int) -> HostArray:
+        self.check()
+        return np.frombuffer(ctypes.string_at(address, num_bytes), np.uint8)
+
     def synchronize(self) -> None:
         for download in list(self.running):
             download.ended.wait()
         self.check()
+
+
+class FakeGpu:
+    """Memory of a device, for the mappings of several processes; to free what is open is an error."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, ctypes.Array[ctypes.c_ubyte]] = {}
+        self.handles: dict[bytes, int] = {}
+        self.num_open: dict[int, int] = {}
+        self.errors: list[str] = []
+
+
+class FakeMappings(DeviceMappings):
+    """A process's mappings of memory of `gpu`; `refusal` refuses to open it, `full` to allocate."""
+
+    def __init__(self, gpu: FakeGpu, *, refusal: str = "", full: str = "") -> None:
+        self.gpu, self.refusal, self.full = gpu, refusal, full
+
+    def allocate(self, size_bytes: int) -> int:
+        if self.full:
+            raise OSError(self.full)
+        memory = (ctypes.c_ubyte * size_bytes)()
+        ctypes.memset(memory, GARBAGE, size_bytes)
+        address = ctypes.addressof(memory)
+        self.gpu.memory[address], self.gpu.num_open[address] = memory, 0
+        return address
+
+    def free(self, address: int) -> None:
+        if self.gpu.num_open.pop(address):
+            self.gpu.errors.append("memory was freed that another process has open")
+        del self.gpu.memory[address]
+
+    def export(self, address: int) -> bytes:
+        handle = secrets.token_bytes(64)
+        self.gpu.handles[handle] = address
+        return handle
+
+    def open(self, handle: bytes) -> int:
+        if self.refusal:
+            raise OSError(self.refusal)
+        address = self.gpu.handles[handle]
+        self.gpu.num_open[address] += 1
+        return address
+
+    def close(self, address: int) -> None:
+        self.gpu.num_open[address] -= 1
+
+    def write_proof(self, address: int) -> int:
+        content = secrets.token_bytes(PROOF_BYTES)
+        ctypes.memmove(address, content, len(content))
+        return host_checksum(content)
+
+    def read_proof(self, address: int) -> int:
+        return host_checksum(ctypes.string_at(address, PROOF_BYTES))
 
 
 class FakeLocks(PageLocks):

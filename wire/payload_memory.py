@@ -5,18 +5,21 @@ socket. It writes a payload into a free slot; the frame on the gRPC stream names
 decides order and contents. The receiver uses the payload where it is, or copies it, and returns the slot by a
 message on the socket. A segment has no name: the kernel frees it with the last of the two processes, however
 they end.
+
+Where both compute on GPUs, the sender may pass on memory of its device, too: a second packet has the
+driver's handle, and the receiver answers whether it could open it. Slots of both kinds have the same numbers;
+the stamp of a payload, in memory of the host, says where it is. A payload on the device is read by the
+receiver's device only, and its checksum is compared when its step ends: see
+`stage_worker.backends.transfers`.
 """
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import logging
 import os
-import secrets
 import socket
 import struct
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -29,22 +32,25 @@ from typing import TypeVar
 from wire.errors import StepFault, StepFaultKind
 from wire.payload_sockets import BufferPool
 from wire.payloads import (
-    GREETING_BYTES,
     GREETING_TIMEOUT_S,
-    MAX_GREETINGS,
-    PROOF_BYTES,
     ArrivedPayload,
     Bytes,
-    OfferPause,
     PayloadKey,
     PayloadNotice,
     check_payload,
-    new_ticket,
-    ticket_of,
 )
-from wire.peer_secrets import RefusedPeers
-from wire.shared_segment import PageLocker, SharedSegment, bytes_of, copy_hashed, hashed, new_segment
-from wire.staging import HOP_DATA_OFFSET, NUM_HOP_SLOTS, PAGE_BYTES, hop_slot_bytes
+from wire.shared_segment import (
+    DeviceCard,
+    DeviceSegment,
+    DeviceSharer,
+    PageLocker,
+    SharedSegment,
+    bytes_of,
+    copy_hashed,
+    hashed,
+    new_segment,
+)
+from wire.staging import HOP_DATA_OFFSET, NUM_HOP_SLOTS, WORD_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +61,19 @@ MAX_UNRETURNED = NUM_HOP_SLOTS - MAX_HELD
 INLINE_BYTES = 128 * 1024
 """Larger payloads are moved in a thread: to wake one takes as long as to copy these."""
 
-ACCEPT_RETRY_S = 0.05
-"""Pause without file descriptors."""
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 _RETURNED = struct.Struct("<Q")
-_MAX_MESSAGE_BYTES = PROOF_BYTES + 1
+_CARD = struct.Struct("<8s64sQ")
+_CARD_MAGIC = b"STGLGPU1"
+MAX_REASON_BYTES = 400
+_ANSWER = b"\x01"
+"""Begins the answer to a card: a length that no message with numbers has."""
+_MAX_MESSAGE_BYTES = 512
+DEVICE_TIMEOUT_S = 120.0
+"""Of a receiver that opens memory of a device, and compiles what it reads it with."""
+NO_DEVICE = "no device"
+"""Answer of a receiver without a GPU."""
 _PEER = struct.Struct("3i")
 _CLOSED = "the connection was closed"
 
@@ -129,8 +141,11 @@ class MemorySender:
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
         self._segment: SharedSegment | None = None
+        self._device: DeviceSegment | None = None
+        self._min_device_bytes = 0
         self._mover = _Mover()
         self._opened: asyncio.Future[None] = self._loop.create_future()
+        self._device_answer: asyncio.Future[str] | None = None
         self._num_sent = 0
         self._free = list(range(NUM_HOP_SLOTS))
         self._written: dict[int, int] = {}
@@ -149,21 +164,49 @@ class MemorySender:
             raise ConnectionError("timed out") from None
         except (OSError, ValueError, OverflowError) as error:
             self.close()
-            raise ConnectionError(_reason(error)) from None
+            raise ConnectionError(reason_of(error)) from None
 
     async def lock(self, locker: PageLocker) -> None:
         """Page-lock the segment. Raises OSError with the reason; the segment can be used all the same."""
         if self._segment is not None:
             await locker.lock(self._segment.memory)
 
-    def lend(self) -> memoryview | None:
-        """Room for the next payload in a free slot, None without one; called on any thread.
+    async def share_device(self, sharer: DeviceSharer, *, min_bytes: int) -> bool:
+        """Let payloads of at least `min_bytes` stay on the device, from now on.
 
-        The slot is not used for another payload while the memory is referenced. `send` of bytes from its
-        begin on copies nothing.
+        Returns False if the receiver computes on no GPU. Raises OSError with the reason; payloads travel in
+        memory of the host then.
         """
-        segment = self._segment
-        if self._broken or segment is None:
+        exported = await sharer.export(self.offer.slot_bytes)
+        try:
+            if (connection := self._socket) is None:
+                raise ConnectionError(self._broken or _CLOSED)
+            answered = self._device_answer = self._loop.create_future()
+            card = _CARD.pack(_CARD_MAGIC, exported.card.handle, exported.card.proof)
+            socket.send_fds(connection, [card], [exported.lease])
+        finally:
+            os.close(exported.lease)
+        try:
+            async with asyncio.timeout(DEVICE_TIMEOUT_S):
+                reason = await answered
+        except TimeoutError:
+            raise OSError(f"the next stage did not open it within {DEVICE_TIMEOUT_S:g} s") from None
+        if reason == NO_DEVICE:
+            return False
+        if reason:
+            raise OSError(reason)
+        self._min_device_bytes, self._device = min_bytes, exported.segment
+        return True
+
+    def lend(self, num_bytes: int) -> memoryview | None:
+        """Room for the next payload of `num_bytes` in a free slot, None without one; called on any thread.
+
+        It is on the device where that is shared, and the payload large enough and of whole words; nothing can
+        be read or written there by the host. The slot is not used for another payload while the memory is
+        referenced. `send` of bytes from its begin on copies nothing.
+        """
+        segment, device = self._segment, self._device
+        if self._broken or segment is None or num_bytes > self.offer.slot_bytes - HOP_DATA_OFFSET:
             return None
         try:
             index = self._free.pop()
@@ -171,6 +214,8 @@ class MemorySender:
             return None
         self._lent.add(index)
         slot = segment.open(index)
+        if device is not None and num_bytes >= self._min_device_bytes and not num_bytes % WORD_BYTES:
+            slot = device.slot(index)
         weakref.finalize(slot, self._end_loan_later, index).atexit = False
         return bytes_of(slot, self.offer.slot_bytes - HOP_DATA_OFFSET)
 
@@ -185,6 +230,8 @@ class MemorySender:
             return None
         self._num_sent += 1
         epoch, number = self._key.epoch, self._num_sent
+        if (checksum := self._seal_on_device(number, payload)) is not None:
+            return PayloadNotice(number, size_bytes, checksum)
         segment = self._segment
         slot = None if segment is None else segment.slot_of(payload)
         is_there = slot in self._lent and slot not in self._written.values()
@@ -204,6 +251,21 @@ class MemorySender:
         )
         return PayloadNotice(number, size_bytes, checksum)
 
+    def _seal_on_device(self, number: int, payload: memoryview) -> int | None:
+        """Seal a payload that stays on the device; its checksum, None for one in memory of the host.
+
+        Raises ConnectionError.
+        """
+        device, segment = self._device, self._segment
+        slot = None if device is None else device.slot_of(payload)
+        if device is None or slot is None:
+            return None
+        if self._broken or segment is None:
+            raise ConnectionError(self._broken or _CLOSED)
+        self._written[number] = slot
+        segment.seal_on_device(slot, self._key.epoch, number, payload.nbytes)
+        return device.slots.checksums.pop(slot)
+
     async def _free_slot(self) -> int:
         """Wait for a slot. Raises ConnectionError."""
         while not self._broken:
@@ -217,13 +279,13 @@ class MemorySender:
     def close(self) -> None:
         """End the connection and fail calls of `send`. Idempotent."""
         self._break(_CLOSED)
-        self._segment = None
+        self._segment = self._device = None
         self._mover.end()
 
     def _connect(self) -> None:
-        connection = self._socket = _new_socket()
-        connection.connect(_address(self.offer.socket))
-        _check_user(connection, "the next stage")
+        connection = self._socket = new_socket()
+        connection.connect(socket_address(self.offer.socket))
+        check_user(connection, "the next stage")
         descriptor = new_segment(self.offer.slot_bytes)
         try:
             self._segment = SharedSegment(descriptor, self.offer.slot_bytes)
@@ -241,7 +303,7 @@ class MemorySender:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._break(_reason(error))
+            self._break(reason_of(error))
 
     def _take_message(self, message: bytes) -> None:
         """Raises ConnectionError for what no receiver sends."""
@@ -252,6 +314,8 @@ class MemorySender:
                 raise ConnectionError("another process is at the socket")
             self._opened.set_result(None)
             return
+        if len(message) % _RETURNED.size == len(_ANSWER) and self._take_answer(message):
+            return
         if len(message) % _RETURNED.size:
             raise ConnectionError(f"the receiver sent {len(message)} bytes, which are no numbers")
         for (number,) in _RETURNED.iter_unpack(message):
@@ -259,6 +323,15 @@ class MemorySender:
             if slot is None:
                 raise ConnectionError(f"the receiver returned payload {number}, which it does not have")
             self._free_unless_lent(slot)
+
+    def _take_answer(self, message: bytes) -> bool:
+        """Take the answer to a card; False for another message, or without a card."""
+        answered = self._device_answer
+        if answered is None or not message.startswith(_ANSWER):
+            return False
+        if not answered.done():
+            answered.set_result(message[len(_ANSWER) :].decode(errors="replace").strip())
+        return True
 
     def _free_unless_lent(self, slot: int) -> None:
         if slot not in self._lent:
@@ -284,6 +357,9 @@ class MemorySender:
         if not self._opened.done():
             self._opened.set_exception(ConnectionError(reason))
             self._opened.exception()  # nobody may wait for it
+        if self._device_answer is not None and not self._device_answer.done():
+            self._device_answer.set_exception(ConnectionError(reason))
+            self._device_answer.exception()
         self._changed.set()
 
 
@@ -291,23 +367,38 @@ class MemoryReceiver:
     """The receiving end of one hop and epoch: expects one segment, then takes the payloads in it."""
 
     def __init__(
-        self, key: PayloadKey, offer: MemoryOffer, *, max_bytes: int, locker: PageLocker | None = None
+        self,
+        key: PayloadKey,
+        offer: MemoryOffer,
+        *,
+        max_bytes: int,
+        locker: PageLocker | None = None,
+        sharer: DeviceSharer | None = None,
     ) -> None:
-        """With `locker`, the segment is page-locked from soon after its arrival on."""
+        """With `locker`, the segment is page-locked from soon after its arrival on.
+
+        Memory of a device is opened by `sharer`, and refused without one.
+        """
         self._loop = asyncio.get_running_loop()
         self.key = key
         self.offer = offer
         self.lock_problem = ""
         """Why the segment is not page-locked, although it should be."""
-        self._locker = locker
+        self._locker, self._sharer = locker, sharer
         self._max_bytes = max_bytes
         self._socket: socket.socket | None = None
         self._segment: SharedSegment | None = None
+        self._device: DeviceSegment | None = None
         self._mover = _Mover()
         self._pool = BufferPool(max_bytes)
         self._num_taken = 0
         self._held: set[int] = set()
         self._copied: list[int] = []
+
+    @property
+    def is_on_device(self) -> bool:
+        """Payloads may stay on the device of the sender, where their contents are compared later."""
+        return self._device is not None
 
     @property
     def is_open(self) -> bool:
@@ -321,6 +412,54 @@ class MemoryReceiver:
         self._socket, self._segment = connection, segment
         if self._locker is not None:
             self._locker.lock(segment.memory).add_done_callback(self._note_lock)
+        self._loop.add_reader(connection, self._take_card)
+
+    def _take_card(self) -> None:
+        """Receive the only packet of a sender after its greeting."""
+        connection, descriptors = self._socket, list[int]()
+        assert connection is not None, "a closed socket has no reader"
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(
+                connection, _CARD.size + 1, 1, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""  # the sender has gone; its stream says why
+        self._loop.remove_reader(connection)
+        if self._sharer is None or len(packet) != _CARD.size or len(descriptors) != 1:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if packet:
+                self._answer(NO_DEVICE if self._sharer is None else "the card of the device is malformed")
+            return
+        magic, handle, proof = _CARD.unpack(packet)
+        card = DeviceCard(handle, proof)
+        if magic != _CARD_MAGIC:
+            os.close(descriptors[0])
+            self._answer("the card of the device is malformed")
+            return
+        opening = self._sharer.import_(self.offer.slot_bytes, card, descriptors[0])
+        opening.add_done_callback(self._note_device)
+
+    def _note_device(self, opening: "asyncio.Future[DeviceSegment]") -> None:
+        if opening.cancelled():
+            return
+        if (error := opening.exception()) is not None:
+            log.warning("hidden states do not stay on the GPU: %s", error)
+            self._answer(str(error))
+        elif self._socket is not None:
+            # The sender uses it once it has the answer.
+            self._device = opening.result()
+            self._answer("")
+
+    def _answer(self, reason: str) -> None:
+        """Say why memory of a device cannot be opened, or that it is."""
+        text = reason.encode()[:MAX_REASON_BYTES]
+        text += b" " * (-len(text) % _RETURNED.size)
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.send(_ANSWER + text)
 
     def _note_lock(self, locked: "asyncio.Future[None]") -> None:
         if not locked.cancelled() and (error := locked.exception()) is not None:
@@ -344,7 +483,10 @@ class MemoryReceiver:
                 StepFaultKind.SHAPE,
                 f"payload {number} has {notice.size_bytes} bytes, the limit is {self._max_bytes}",
             )
-        slot = segment.find(self.key.epoch, number, notice.size_bytes)
+        index = segment.find(self.key.epoch, number, notice.size_bytes)
+        if segment.is_on_device(index):
+            return ArrivedPayload(notice, self._take_on_device(index, notice), began_s)
+        slot = segment.slot(index)
         data = written = bytes_of(slot, notice.size_bytes)
         stays = notice.size_bytes > INLINE_BYTES and len(self._held) < MAX_HELD
         if not stays:
@@ -365,10 +507,30 @@ class MemoryReceiver:
                 self._copied.clear()
         return ArrivedPayload(notice, data.toreadonly(), began_s)
 
+    def _take_on_device(self, index: int, notice: PayloadNotice) -> memoryview:
+        """A payload that stays on the device, where its checksum is compared.
+
+        Its slot is returned when nothing refers to it. Raises StepFault.
+        """
+        device = self._device
+        if device is None or notice.size_bytes % WORD_BYTES:
+            problem = "not whole words" if device is not None else "memory that this stage did not open"
+            raise StepFault(
+                StepFaultKind.UNDECODABLE, f"payload {notice.number} is on a device, in {problem}"
+            )
+        self._num_taken = notice.number
+        slot = device.slot(index)
+        device.slots.checksums[index] = notice.checksum
+        self._held.add(notice.number)
+        weakref.finalize(slot, self._release_later, notice.number).atexit = False
+        return bytes_of(slot, notice.size_bytes).toreadonly()
+
     def close(self) -> None:
         """End the connection. Idempotent. Payloads that were taken stay as they are."""
         connection, self._socket, self._segment = self._socket, None, None
+        self._device = None
         if connection is not None:
+            self._loop.remove_reader(connection)
             connection.close()
         self._mover.end()
 
@@ -395,170 +557,23 @@ class MemoryReceiver:
                 connection.send(b"".join(map(_RETURNED.pack, numbers)))
 
 
-class MemoryListener:
-    """Takes the segments of a worker's senders at one socket, and passes each to the hop that expects it.
-
-    Other connections are refused, counted and logged as `RefusedPeers` does. Used on the event loop only.
-    """
-
-    def __init__(self, refused: RefusedPeers, locker: PageLocker | None = None) -> None:
-        """With `locker`, segments are page-locked."""
-        self._refused, self._locker = refused, locker
-        self._pause = OfferPause("hidden states do not travel in shared memory")
-        self._name = ""
-        self._listening: socket.socket | None = None
-        self._expected: dict[bytes, MemoryReceiver] = {}
-        self._greeting: dict[socket.socket, asyncio.TimerHandle] = {}
-
-    @property
-    def is_listening(self) -> bool:
-        """Memory can be shared with this process."""
-        return self._listening is not None
-
-    def listen(self) -> None:
-        """Bind and accept. Raises OSError where the system has no such sockets or segments."""
-        if not sys.platform.startswith("linux") or not host_id():
-            raise OSError(errno.ENOSYS, "it needs Linux with /proc")
-        os.close(new_segment(PAGE_BYTES))
-        self._name = f"stageline-{secrets.token_hex(8)}"
-        listening = _new_socket()
-        try:
-            listening.bind(_address(self._name))
-            listening.listen(MAX_GREETINGS)
-        except OSError:
-            listening.close()
-            raise
-        self._listening = listening
-        asyncio.get_running_loop().add_reader(listening, self._accept)
-
-    def expect(self, *, epoch: int, secret: bytes, max_bytes: int) -> MemoryReceiver | None:
-        """Expect one segment of this hop until it is forgotten; None without a socket or while paused."""
-        if self._listening is None or self._pause.reason:
-            return None
-        key = PayloadKey(epoch, secret, new_ticket())
-        offer = MemoryOffer(host_id(), self._name, key.ticket, hop_slot_bytes(max_bytes))
-        receiver = self._expected[key.ticket] = MemoryReceiver(
-            key, offer, max_bytes=max_bytes, locker=self._locker
-        )
-        return receiver
-
-    def suspend(self) -> None:
-        """Expect no segment for a while, after a fault of one. Idempotent."""
-        self._pause.begin()
-
-    def forget(self, receiver: MemoryReceiver) -> None:
-        """End the receiver's connection, or expect none any longer. Idempotent."""
-        self._expected.pop(receiver.key.ticket, None)
-        receiver.close()
-
-    def close(self) -> None:
-        """Close the socket and all connections without a receiver. Idempotent."""
-        listening, self._listening = self._listening, None
-        if listening is not None:
-            asyncio.get_running_loop().remove_reader(listening)
-            listening.close()
-        for connection in tuple(self._greeting):
-            self._end_greeting(connection)
-            connection.close()
-
-    def _accept(self) -> None:
-        assert self._listening is not None, "a closed socket has no reader"
-        while True:
-            try:
-                connection, _ = self._listening.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._accept_later(_reason(error))
-                return
-            connection.setblocking(False)
-            try:
-                _check_user(connection, "the sender")
-            except ConnectionError as error:
-                self._refuse(connection, str(error))
-                continue
-            if len(self._greeting) >= MAX_GREETINGS:
-                problem = f"{MAX_GREETINGS} connections have not greeted, the limit is {MAX_GREETINGS}"
-                self._refuse(connection, problem)
-                continue
-            self._begin_greeting(connection)
-
-    def _accept_later(self, problem: str) -> None:
-        """Out of file descriptors: the socket stays readable, and the sender may give up meanwhile."""
-        log.warning("cannot accept a sender of shared memory: %s", problem)
-        assert self._listening is not None, "called while it listens"
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._listening)
-
-        def accept_again() -> None:
-            if self._listening is not None:
-                loop.add_reader(self._listening, self._accept)
-
-        loop.call_later(ACCEPT_RETRY_S, accept_again)
-
-    def _begin_greeting(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        self._greeting[connection] = loop.call_later(GREETING_TIMEOUT_S, self._time_out, connection)
-        loop.add_reader(connection, self._greet, connection)
-
-    def _end_greeting(self, connection: socket.socket) -> None:
-        self._greeting.pop(connection).cancel()
-        asyncio.get_running_loop().remove_reader(connection)
-
-    def _time_out(self, connection: socket.socket) -> None:
-        self._end_greeting(connection)
-        self._refuse(connection, "no greeting: timed out")
-
-    def _greet(self, connection: socket.socket) -> None:
-        """Receive the only packet of a sender."""
-        self._end_greeting(connection)
-        descriptors: list[int] = []
-        try:
-            greeting, descriptors, _, _ = socket.recv_fds(
-                connection, GREETING_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC
-            )
-            self._open(connection, greeting, descriptors)
-        except (OSError, ValueError) as error:
-            self._refuse(connection, _reason(error))
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-
-    def _open(self, connection: socket.socket, greeting: bytes, descriptors: list[int]) -> None:
-        """Raises ValueError for what is no greeting of an expected sender with its segment, or OSError."""
-        receiver = None
-        if len(greeting) == GREETING_BYTES:
-            receiver = self._expected.get(ticket_of(greeting))
-        if receiver is None or not receiver.key.is_greeting(greeting):
-            raise ValueError("no valid greeting")
-        if len(descriptors) != 1:
-            raise ValueError("no segment with the greeting")
-        segment = SharedSegment(descriptors[0], receiver.offer.slot_bytes)
-        del self._expected[receiver.key.ticket]
-        receiver.open(connection, segment)
-
-    def _refuse(self, connection: socket.socket, problem: str) -> None:
-        connection.close()
-        self._refused.note("a segment of shared memory", problem, host="this host")
-
-
-def _new_socket() -> socket.socket:
+def new_socket() -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.setblocking(False)
     return made
 
 
-def _address(name: str) -> str:
+def socket_address(name: str) -> str:
     """In the abstract namespace, which leaves no file behind."""
     return f"\0{name}"
 
 
-def _check_user(connection: socket.socket, peer: str) -> None:
+def check_user(connection: socket.socket, peer: str) -> None:
     """Any process of the network namespace may connect. Raises ConnectionError for those of other users."""
     _, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if user != os.geteuid():
         raise ConnectionError(f"{peer} runs as user {user}, this worker as user {os.geteuid()}")
 
 
-def _reason(error: OSError | ValueError | OverflowError) -> str:
+def reason_of(error: OSError | ValueError | OverflowError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

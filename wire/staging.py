@@ -21,6 +21,8 @@ NUM_HOP_SLOTS = 8
 HOP_DATA_OFFSET = 64
 """Of the payload in a hop's slot, behind its stamp."""
 PAGE_BYTES = 4096
+WORD_BYTES = 4
+"""Of a device's checksum: payloads stay there if they are whole words."""
 
 
 def hop_slot_bytes(max_bytes: int) -> int:

@@ -1,5 +1,6 @@
 """Tensors on the wire, without torch: header, dtype and payload size."""
 
+import ctypes
 import math
 import sys
 from collections.abc import Sequence
@@ -157,10 +158,29 @@ def tensor_label(name: str) -> str:
 
 
 def payload_of(hidden: HiddenStates) -> memoryview:
-    """The bytes of all tensors; a copy if there are several."""
-    if len(hidden) == 1:
-        return memoryview(hidden[0].data).cast("B")
-    return memoryview(b"".join(memoryview(tensor.data).cast("B") for tensor in hidden))
+    """The bytes of all tensors; a copy if they do not follow each other in one writable buffer."""
+    parts = [memoryview(tensor.data).cast("B") for tensor in hidden]
+    joined = parts[0] if len(parts) == 1 else _joined(parts)
+    return memoryview(b"".join(parts)) if joined is None else joined
+
+
+def _joined(parts: Sequence[memoryview]) -> memoryview | None:
+    """One view of parts that follow each other in one writable buffer, which is not read; None for others."""
+    buffer = parts[0].obj
+    if any(part.obj is not buffer or part.readonly or not part.nbytes for part in parts):
+        return None
+    begin = end = _address(parts[0])
+    for part in parts:
+        if _address(part) != end:
+            return None
+        end += part.nbytes
+    whole = memoryview(buffer).cast("B")
+    first = begin - _address(whole)
+    return whole[first : first + end - begin]
+
+
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(data))
 
 
 def encode_headers(hidden: HiddenStates) -> step_pb2.TensorHeaders:

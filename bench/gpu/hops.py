@@ -1,6 +1,7 @@
 """Hops between two stages on one device, each way, without the frame: from hidden states to hidden states.
 
-Both ends are in one process, as a stage has them: with rings of their own, and page locks of their own.
+Both ends are in one process, as a stage has them: with rings of their own, and page locks of their own. The
+driver opens no handle in the process that made it: there, memory of the device is used as it is.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from checkpoint import BoundaryTensor
 from checkpoint.boundary import HIDDEN_STATES
+from stage_worker.backends.contract import KernelChoice
+from stage_worker.backends.cuda_runtime import CudaMappings
 from stage_worker.backends.hop_memory import HopMemory
 from stage_worker.backends.tensor_views import from_frame, payload, to_frame
 from stage_worker.backends.transfers import (
@@ -26,15 +30,19 @@ from stage_worker.backends.transfers import (
     StagingRing,
     StepTransfers,
 )
+from stage_worker.model.checksums import Checksum, checksum_of
+from stage_worker.model.kernels import has_triton_kernels
 from wire.addresses import Address
-from wire.payload_memory import MemoryListener, MemorySender
+from wire.memory_listener import MemoryListener
+from wire.payload_memory import MemorySender
 from wire.payload_sockets import PayloadListener, PayloadSender
 from wire.payloads import ArrivedPayload, PayloadNotice
 from wire.peer_secrets import RefusedPeers
 from wire.staging import StagingSizes
 from wire.tensors import HiddenStates, TensorView, WireDType, payload_of
 
-PINNED, SHARED, TCP = WAYS = ("pinned memory", "shared memory", "tcp")
+IPC, PINNED, SHARED, TCP = WAYS = ("CUDA IPC", "pinned memory", "shared memory", "tcp")
+OF_GPUS = IPC, PINNED
 TIMEOUT_S = 30.0
 _SECRET = bytes(32)
 _ROOM_BYTES = 1 << 16
@@ -54,7 +62,7 @@ class HopWay:
         """Hidden states [n, width] as the stage behind computes with them, when they are there."""
         boundary = (BoundaryTensor(name=HIDDEN_STATES, width=hidden.shape[1]),)
         transfer = self.down.begin()
-        left = to_frame([hidden], boundary, dtype, transfer.fetch)
+        left = to_frame([hidden], boundary, dtype, transfer.hand_on)
         transfer.download()
         await asyncio.to_thread(transfer.wait)
         del transfer
@@ -98,7 +106,7 @@ async def hop_s(way: str, hidden: Tensor, dtype: WireDType, *, rounds: int) -> f
 @asynccontextmanager
 async def _opened(way: str, device: torch.device, max_bytes: int) -> AsyncIterator[HopWay]:
     async with AsyncExitStack() as stack:
-        locks = [_page_locks(stack, device) if way == PINNED else None for _ in range(2)]
+        locks = [_hop_memory(stack, device) if way in OF_GPUS else None for _ in range(2)]
         down, up = (_transfers(device, max_bytes, hops) for hops in locks)
         refused = RefusedPeers(time.monotonic)
         if way == TCP:
@@ -115,7 +123,7 @@ async def _opened(way: str, device: torch.device, max_bytes: int) -> AsyncIterat
             yield HopWay(down, up, connection.send, expected.inbox.take)
             return
         outgoing, incoming = locks
-        memory = MemoryListener(refused, incoming)
+        memory = MemoryListener(refused, incoming, incoming)
         memory.listen()
         stack.callback(memory.close)
         receiver = memory.expect(epoch=1, secret=_SECRET, max_bytes=max_bytes)
@@ -126,6 +134,8 @@ async def _opened(way: str, device: torch.device, max_bytes: int) -> AsyncIterat
         await sender.open()
         if outgoing is not None and incoming is not None:
             await _lock(sender, outgoing, incoming)
+        if outgoing is not None and way == IPC:
+            await sender.share_device(outgoing, min_bytes=1)
         yield HopWay(down, up, sender.send, receiver.take)
 
 
@@ -138,8 +148,25 @@ async def _lock(sender: MemorySender, outgoing: HopMemory, incoming: HopMemory) 
             await asyncio.sleep(0.001)
 
 
-def _page_locks(stack: AsyncExitStack, device: torch.device) -> HopMemory:
-    memory = HopMemory(CudaPageLocks(device))
+class OwnMappings(CudaMappings):
+    """Opens handles of its own process."""
+
+    _addresses: ClassVar[dict[bytes, int]] = {}
+
+    def export(self, address: int) -> bytes:
+        handle = super().export(address)
+        self._addresses[handle] = address
+        return handle
+
+    def open(self, handle: bytes) -> int:
+        return self._addresses.pop(handle)
+
+    def close(self, address: int) -> None:
+        pass
+
+
+def _hop_memory(stack: AsyncExitStack, device: torch.device) -> HopMemory:
+    memory = HopMemory(CudaPageLocks(device), OwnMappings(device, _checksum(device)))
     stack.callback(memory.stop, timeout_s=TIMEOUT_S)
     return memory
 
@@ -149,4 +176,8 @@ def _transfers(device: torch.device, max_bytes: int, hops: HopMemory | None) -> 
         return HostTransfers()
     room = max_bytes + _ROOM_BYTES
     sizes = StagingSizes(input_bytes=room, output_bytes=room)
-    return StagingRing(CudaQueue(device), sizes, timeout_s=TIMEOUT_S, hops=hops)
+    return StagingRing(CudaQueue(device), sizes, timeout_s=TIMEOUT_S, hops=hops, checksum=_checksum(device))
+
+
+def _checksum(device: torch.device) -> Checksum:
+    return checksum_of(has_triton=has_triton_kernels(KernelChoice.AUTO, device))

@@ -82,10 +82,10 @@ class StagePlan:
 
     `memory_bytes` is the worker's budget. On a GPU, `buffer_bytes` are for copies from and to the host, which
     has `pinned_bytes` outside the budget for them, and `overhead_bytes` are workspaces and graphs.
-    `segment_bytes` are memory of the host that the stage shares with a next one on the same host. `cost` is
-    the bytes of weights that a decode step reads on this stage, proportional to its time (see
-    `coordinator.planner.stage_memory`). If layers are shared by speed, `rates` are the worker's among
-    similar ones, and `step_s` is the time of a decode step by them.
+    `segment_bytes` are memory that the stage shares with a next one on its host: of the host, and on a GPU
+    as much of the GPU. `cost` is the bytes of weights that a decode step reads on this stage, proportional
+    to its time (see `coordinator.planner.stage_memory`). If layers are shared by speed, `rates` are the
+    worker's among similar ones, and `step_s` is the time of a decode step by them.
     """
 
     stage: int
@@ -122,9 +122,8 @@ class StagePlan:
 
     @property
     def total_bytes(self) -> int:
-        """Weights, KV pages, activations, buffers and workspaces, and on a host memory that is shared."""
-        used = self.weight_bytes + self.kv_bytes + self.activation_bytes
-        used += self.segment_bytes if self.device is DeviceKind.HOST else 0
+        """Weights, KV pages, activations, buffers and workspaces, and memory that is shared."""
+        used = self.weight_bytes + self.kv_bytes + self.activation_bytes + self.segment_bytes
         return used + self.buffer_bytes + self.overhead_bytes
 
     @property

@@ -126,20 +126,19 @@ def _stage_bytes(
     num_blocks: int,
 ) -> int:
     """What a stage takes of a worker's budget."""
-    segment = _host_segment_bytes(memory, workers, index, role)
+    segment = _segment_bytes(memory, workers, index, role)
     return memory.total_bytes(role, *layer_range, num_blocks, workers[index].device) + segment
 
 
-def _host_segment_bytes(
+def _segment_bytes(
     memory: StageMemory, workers: Sequence[WorkerCapacity], index: int, role: StageRole
 ) -> int:
-    """Memory that a stage shares with the next one, if some other worker is on its host; 0 on a GPU.
+    """Memory that a stage shares with the next one, if some other worker is on its host.
 
-    Which one is next is open while layers are distributed.
+    Which one is next is open while layers are distributed, and whether GPUs can share memory until they do.
     """
-    worker = workers[index]
     others = (other for number, other in enumerate(workers) if number != index)
-    if worker.device is not DeviceKind.HOST or not any(_share_memory(worker, other) for other in others):
+    if not any(_share_memory(workers[index], other) for other in others):
         return 0
     return memory.segment_bytes(role)
 
@@ -181,7 +180,7 @@ def _stage_need(
     short = _stage_bytes(memory, workers, stage, role, (begin, end), num_blocks) - worker.memory_bytes
     buffers = memory.buffer_bytes(role, num_blocks, worker.device)
     buffers += memory.overhead_bytes(role, worker.device)
-    shared = _host_segment_bytes(memory, workers, stage, role)
+    shared = _segment_bytes(memory, workers, stage, role)
     tables = sum(table_bytes(layer, memory.dtype) for layer in memory.config.layers[begin:end])
     return (
         f"stage {stage} on {worker.name}: {named}"
@@ -359,7 +358,7 @@ def _split_problem(
 
     def room(worker: int, role: StageRole, num_blocks: int) -> int:
         capacity = workers[worker]
-        taken = outside_layers[role] + _host_segment_bytes(memory, workers, worker, role)
+        taken = outside_layers[role] + _segment_bytes(memory, workers, worker, role)
         return capacity.memory_bytes - taken - step_bytes(role, num_blocks, capacity.device)
 
     return SplitProblem(

@@ -354,7 +354,7 @@ class StageMemory:
         return sizes.total_bytes
 
     def segment_bytes(self, role: StageRole) -> int:
-        """Memory of the host that a stage creates for payloads to a next stage on the same host."""
+        """Memory of the host for payloads to a next stage on it, and as much of a GPU for those that stay."""
         if role.has_head:
             return 0
         tokens, dtype = self.limits.max_step_tokens, self.wire_dtype or self.dtype

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import DType, ScaledDType
+from checkpoint import ScaledDType
 from checkpoint.dtypes import SCALE_BYTES
 from kvcache import KvCacheError, SlotChange
 from kvcache.pages import KvPages, PageGroups
@@ -26,12 +26,13 @@ from stage_worker.backends.step_graphs import FittedStep, StepGraphs
 from stage_worker.backends.tensor_views import (
     RowScaling,
     beside,
-    finite_sum,
+    encoded_all,
     from_frame,
     from_wire,
     payload,
-    sum_of,
-    to_frame,
+    sum_of_scales,
+    sum_of_sent,
+    views_of,
 )
 from stage_worker.backends.torch_device import fault_kind_of, free_memory
 from stage_worker.backends.transfers import HostTransfers, StepTransfer, StepTransfers
@@ -69,7 +70,7 @@ class FiniteStates:
     def check_handed_on(self, step: Step, total: float, outgoing: Carried, incoming: Carried) -> None:
         """Raises StepFault if this stage produced the non-finite values.
 
-        `total` is `sum_of` the tensors that go out; these are only looked at if it is not finite.
+        `total` is `sum_of_sent` of the tensors that go out; these are only looked at if it is not finite.
         """
         if not math.isfinite(total):
             # The begin of a prompt may be finite.
@@ -267,10 +268,9 @@ class ModelCompute(StageCompute):
             layout = layout.with_tokens(place(ids))
         carried = model.advance(entered, layout, self._pages)
         if self._sampler is None or sampled is None:
-            hidden = to_frame(carried, self.boundary, self._wire_dtype, transfer.fetch, self._scaling)
-            pairs = zip(carried, hidden, strict=True)
-            unscaled = [one for one, view in pairs if isinstance(view.dtype, DType)]
-            total = transfer.fetch(sum_of(unscaled)) if unscaled else None
+            sent = encoded_all(carried, self.boundary, self._wire_dtype, self._scaling)
+            hidden = views_of(carried, transfer.hand_on(sent), self.boundary, self._wire_dtype)
+            total = transfer.fetch(sum_of_sent(carried, sent, self.boundary, self._wire_dtype))
             return self._hand_on(frame.step, lambda: entered, lambda: carried, hidden, total, transfer)
         rows = None if prepared.rows is None else place(prepared.rows)
         answer = _Answer(frame.step, self._sampler, sampled, model)
@@ -314,19 +314,18 @@ class ModelCompute(StageCompute):
             # Behind the elements of all rows are their scales.
             num_rows = len(sent) // payload_bytes(wire_dtype, (1, one.width))
             scales = sent[num_rows * one.width :][: SCALE_BYTES * num_tokens]
-            data = transfer.fetch(torch.cat((sent[: num_tokens * one.width], scales)))
-            total = None
+            sent = torch.cat((sent[: num_tokens * one.width], scales))
+            (data,), total = transfer.hand_on([sent]), sum_of_scales(sent, num_tokens * one.width)
         else:
-            data = transfer.fetch(sent[: payload_bytes(wire_dtype, (num_tokens, one.width))])
-            total = transfer.fetch(results[1])
+            (data,) = transfer.hand_on([sent[: payload_bytes(wire_dtype, (num_tokens, one.width))]])
+            total = results[1]
         hidden = (TensorView(wire_dtype, (num_tokens, one.width), data, one.name),)
-        on_host = torch.device("cpu")
         return self._hand_on(
             frame.step,
             lambda: self._entered_again(frame),
-            lambda: [from_wire(view, device=on_host, dtype=self._model.torch_dtype) for view in hidden],
+            lambda: [self._left_again(view) for view in hidden],
             hidden,
-            total,
+            transfer.fetch(total),
             transfer,
         )
 
@@ -336,10 +335,10 @@ class ModelCompute(StageCompute):
         entered: Carried,
         carried: Carried,
         hidden: HiddenStates,
-        total: memoryview | None,
+        total: memoryview,
         transfer: StepTransfer,
     ) -> Finish:
-        """Download `hidden`, and the sum `total` of tensors without scales."""
+        """Download `hidden`, unless it stays on the device, and their `sum_of_sent`, `total`."""
         transfer.download()
         ended = self._take_ended()
 
@@ -347,7 +346,9 @@ class ModelCompute(StageCompute):
             transfer.wait()
             self._finite.end(ended)
             with torch.inference_mode():
-                self._finite.check_handed_on(step, _total(hidden, total), carried, entered)
+                self._finite.check_handed_on(
+                    step, float(np.frombuffer(total, np.float32)[0]), carried, entered
+                )
             return hidden
 
         return finish
@@ -402,8 +403,14 @@ class ModelCompute(StageCompute):
 
     def _entered_again(self, frame: Frame) -> tuple[Tensor, ...]:
         """Like `_entered`, once more, for a look at values."""
-        inputs = [torch.from_numpy(array).to(self._model.device) for array in _inputs(frame)]
+        arrays = [self._transfers.on_host(array) for array in _inputs(frame)]
+        inputs = [torch.from_numpy(array).to(self._model.device) for array in arrays]
         return self._entered(frame, inputs)
+
+    def _left_again(self, view: TensorView) -> Tensor:
+        """Hidden states that were handed on, on the host, for a look at values."""
+        content = replace(view, data=self._transfers.on_host(payload(view)).data)
+        return from_wire(content, device=torch.device("cpu"), dtype=self._model.torch_dtype)
 
     def _check_writes(self, arrays: Sequence[StepArrays]) -> None:
         """Check before the first layer, since all layers write the same slots."""
@@ -417,12 +424,6 @@ class ModelCompute(StageCompute):
                 )
         except KvCacheError as error:
             raise StepFault(StepFaultKind.KV_SIGNAL, f"{type(error).__name__}: {error}") from error
-
-
-def _total(hidden: HiddenStates, of_unscaled: memoryview | None) -> float:
-    """A sum over what crosses a cut, finite if its values are; `of_unscaled` is float32."""
-    total = 0.0 if of_unscaled is None else float(np.frombuffer(of_unscaled, np.float32)[0])
-    return total + sum(finite_sum(view) for view in hidden if isinstance(view.dtype, ScaledDType))
 
 
 def _inputs(frame: Frame) -> list[HostArray]:

@@ -52,8 +52,8 @@ def _signs(width: int) -> Tensor:
     return torch.from_numpy(1.0 - 2.0 * (bits >> np.uint32(31)).astype(np.float32)).view(width, -1)
 
 
-Fetch = Callable[[Tensor], memoryview]
-"""Has the bytes of a tensor: now, or once a download has ended."""
+HandOn = Callable[[Sequence[Tensor]], Sequence[memoryview]]
+"""Has the bytes of each tensor: now, or once a download has ended, or never on the host."""
 ELEMENTS = {ScaledDType.F8_E4M3: torch.float8_e4m3fn, ScaledDType.I8: torch.int8}
 
 
@@ -101,11 +101,10 @@ def to_wire(
     wire_dtype: WireDType,
     *,
     name: str = HIDDEN_STATES,
-    fetch: Fetch = host_bytes,
     scaling: RowScaling = BY_TORCH,
 ) -> TensorView:
-    """Encode hidden states [n, width] for sending, on their device where possible; `fetch` has the bytes."""
-    return TensorView(wire_dtype, tuple(hidden.shape), fetch(encoded(hidden, wire_dtype, scaling)), name)
+    """Encode hidden states [n, width] for sending, on their device where possible."""
+    return TensorView(wire_dtype, tuple(hidden.shape), host_bytes(encoded(hidden, wire_dtype, scaling)), name)
 
 
 def encoded(hidden: Tensor, wire_dtype: WireDType, scaling: RowScaling = BY_TORCH) -> Tensor:
@@ -115,12 +114,27 @@ def encoded(hidden: Tensor, wire_dtype: WireDType, scaling: RowScaling = BY_TORC
     return scaling.scale(hidden.detach(), wire_dtype)
 
 
-def finite_sum(view: TensorView) -> float:
-    """A sum that is finite if all values of a view with scales are: of its scales."""
-    assert isinstance(view.dtype, ScaledDType), "a view without scales"
-    num_rows, width = view.shape
-    scales = np.frombuffer(view.data, np.uint8)[num_rows * width :].copy().view("<f4")
-    return float(scales.sum(dtype=np.float64))
+def sum_of_scales(sent: Tensor, num_elements: int) -> Tensor:
+    """A sum float32 that is finite if all values of `sent`, uint8 with scales, are: of its scales."""
+    return sent[num_elements:].clone().view(torch.float32).sum()
+
+
+def sum_of_sent(
+    carried: Sequence[Tensor],
+    sent: Sequence[Tensor],
+    boundary: Sequence[BoundaryTensor],
+    wire_dtype: WireDType,
+) -> Tensor:
+    """A sum float32 that is finite if what crosses a cut is, but for an overflow: see `encoded_all`."""
+    parts, unscaled = [], []
+    for tensor, content, one in zip(carried, sent, boundary, strict=True):
+        if isinstance(one.dtype or wire_dtype, ScaledDType):
+            parts.append(sum_of_scales(content, tensor.numel()))
+        else:
+            unscaled.append(tensor)
+    if unscaled:
+        parts.append(sum_of(unscaled))
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def beside(carried: Sequence[Tensor]) -> Tensor:
@@ -133,17 +147,46 @@ def sum_of(carried: Sequence[Tensor]) -> Tensor:
     return beside(carried).sum(dtype=torch.float32)
 
 
+def all_host_bytes(sent: Sequence[Tensor]) -> list[memoryview]:
+    """See `host_bytes`."""
+    return [host_bytes(tensor) for tensor in sent]
+
+
 def to_frame(
     tensors: Sequence[Tensor],
     boundary: Sequence[BoundaryTensor],
     wire_dtype: WireDType,
-    fetch: Fetch = host_bytes,
+    hand_on: HandOn = all_host_bytes,
     scaling: RowScaling = BY_TORCH,
 ) -> HiddenStates:
     """Encode what crosses a cut: a tensor [n, width] for each of `boundary`, in its order."""
-    return tuple(
-        to_wire(tensor, one.dtype or wire_dtype, name=one.name, fetch=fetch, scaling=scaling)
+    sent = encoded_all(tensors, boundary, wire_dtype, scaling)
+    return views_of(tensors, hand_on(sent), boundary, wire_dtype)
+
+
+def encoded_all(
+    tensors: Sequence[Tensor],
+    boundary: Sequence[BoundaryTensor],
+    wire_dtype: WireDType,
+    scaling: RowScaling = BY_TORCH,
+) -> list[Tensor]:
+    """What crosses a cut as sent, see `encoded`."""
+    return [
+        encoded(tensor, one.dtype or wire_dtype, scaling)
         for tensor, one in zip(tensors, boundary, strict=True)
+    ]
+
+
+def views_of(
+    tensors: Sequence[Tensor],
+    contents: Sequence[memoryview],
+    boundary: Sequence[BoundaryTensor],
+    wire_dtype: WireDType,
+) -> HiddenStates:
+    """Views of what crosses a cut, whose bytes as sent are `contents`."""
+    return tuple(
+        TensorView(one.dtype or wire_dtype, tuple(tensor.shape), content, one.name)
+        for tensor, content, one in zip(tensors, contents, boundary, strict=True)
     )
 
 

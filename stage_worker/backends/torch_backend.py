@@ -12,7 +12,8 @@ import torch
 from stage_worker.assignment import Assignment, Prefetch, ReferenceRequest
 from stage_worker.backends.backend import DeviceFailedInLoad, LoadedStage, LoadProgress, RanStep, StageBackend
 from stage_worker.backends.compute_thread import ComputeThread, StepWatchdog
-from stage_worker.backends.contract import DeviceError, ReceivedFrame
+from stage_worker.backends.contract import DeviceError, KernelChoice, ReceivedFrame
+from stage_worker.backends.cuda_runtime import CudaMappings
 from stage_worker.backends.gpu_choice import GpuClaims, choose_gpu, list_gpus
 from stage_worker.backends.hop_memory import HopMemory
 from stage_worker.backends.step_pipeline import StepPipeline
@@ -39,6 +40,7 @@ from stage_worker.loading.remote_weights import RemoteWeights, Sharing
 from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
 from stage_worker.loading.warm_spare import check_warm_spare, drop_warm, keep_warm
 from stage_worker.loading.weights_check import LoadedFrom
+from stage_worker.model.checksums import checksum_of
 from stage_worker.model.kernels import check_choice, has_triton_kernels
 from weights.serving import yield_to_others
 from wire.device_rates import DeviceRates, RateSource
@@ -79,7 +81,7 @@ class TorchBackend(StageBackend):
         self._remote = RemoteWeights(
             config.weights_cache(self.device), limit_bytes=config.weights_limit_bytes, sharing=sharing
         )
-        self._meter, self._hop_memory = _of_gpu(device)
+        self._meter, self._hop_memory = _of_gpu(device, config.kernels)
         self._resources = WorkerResources(
             device=device,
             meter=self._meter,
@@ -133,8 +135,16 @@ class TorchBackend(StageBackend):
     def device_memory(self) -> DeviceMemory | None:
         if self._meter is None:
             return None
-        hop_bytes = 0 if self._hop_memory is None else self._hop_memory.locked_bytes
-        return replace(self._meter.read(), pinned_bytes=self._pinned_bytes + hop_bytes)
+        found, hops = self._meter.read(), self._hop_memory
+        if hops is None:
+            return replace(found, pinned_bytes=self._pinned_bytes)
+        return replace(
+            found,
+            allocated_bytes=found.allocated_bytes + hops.device_bytes,
+            reserved_bytes=found.reserved_bytes + hops.device_bytes,
+            peak_bytes=found.peak_bytes + hops.device_bytes,
+            pinned_bytes=self._pinned_bytes + hops.locked_bytes,
+        )
 
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
         self._watch_steps()
@@ -263,11 +273,12 @@ class TorchBackend(StageBackend):
         return self.memory_bytes - held_bytes if device.type == "cpu" else default_memory_bytes(CPU)
 
 
-def _of_gpu(device: torch.device) -> tuple[CudaMeter | None, HopMemory | None]:
+def _of_gpu(device: torch.device, choice: KernelChoice) -> tuple[CudaMeter | None, HopMemory | None]:
     """What a worker on a CPU has not: a meter of the device's memory, and memory of hops for its copies."""
     if device.type != "cuda":
         return None, None
-    return CudaMeter(device), HopMemory(CudaPageLocks(device))
+    checksum = checksum_of(has_triton=has_triton_kernels(choice, device))
+    return CudaMeter(device), HopMemory(CudaPageLocks(device), CudaMappings(device, checksum))
 
 
 def handed_on_states(handed_on: list[TensorView]) -> bytes:

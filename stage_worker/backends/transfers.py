@@ -1,9 +1,10 @@
 """Copies of a step between the host and its device: one in each direction.
 
 On a GPU they go through a ring of pinned memory, but for hidden states in page-locked memory of a hop: these
-are copied from there, and into it. Upload, computation and download of a step follow each
-other; those of successive steps overlap. A slot of the ring is free again when nothing holds the step's
-output: neither the step itself, nor a connection that sends it.
+are copied from there, and into it. Hidden states in memory of a device that both stages have mapped do not
+pass the host: only their checksum is downloaded with the step, at both ends. Upload, computation and download
+of a step follow each other; those of successive steps overlap. A slot of the ring is free again when nothing
+holds the step's output: neither the step itself, nor a connection that sends it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ import torch
 from torch import Tensor
 
 from stage_worker.backends.contract import DeviceHung
+from stage_worker.backends.cuda_runtime import device_runtime
 from stage_worker.backends.hop_memory import HopMemory, PageLocks
 from stage_worker.backends.torch_device import prepare_thread
 from stage_worker.model.attention_views import HostArray, Place
+from stage_worker.model.checksums import Checksum, DeviceSum, plain_checksum, words_or_bytes
 from wire.errors import StepFault, StepFaultKind
-from wire.staging import NUM_SLOTS, StagingSizes, aligned
+from wire.shared_segment import DevicePlace
+from wire.staging import NUM_SLOTS, WORD_BYTES, StagingSizes, aligned
 
 MIN_DIRECT_BYTES = 64 * 1024
 """Smaller arrays are packed with the others of a step, although a GPU could copy them from where they are."""
@@ -113,13 +117,24 @@ class StepTransfer(ABC):
     def fetch(self, tensor: Tensor) -> memoryview:
         """Include a tensor in the download; its bytes, to be read after `wait` only."""
 
+    def hand_on(self, tensors: Sequence[Tensor]) -> list[memoryview]:
+        """Like `fetch` of each, for the next stage: they may stay on the device, see `StepTransfers.on_host`.
+
+        Called once, before `fetch`.
+        """
+        return [self.fetch(tensor) for tensor in tensors]
+
     @abstractmethod
     def download(self) -> None:
         """Copy what was fetched to the host, once per step, after all earlier computation."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait for the download. Raises an error of the device."""
+        """Wait for the download.
+
+        Raises an error of the device, or StepFault CHECKSUM if hidden states that were uploaded from a device
+        are not those that were sent.
+        """
 
 
 class StepTransfers(ABC):
@@ -141,6 +156,13 @@ class StepTransfers(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until the device has nothing to do. Raises its error."""
+
+    def on_host(self, content: HostArray) -> HostArray:
+        """The bytes uint8 [n] of hidden states that came in or were handed on, also if they are on a device.
+
+        For rare looks: it waits for the device.
+        """
+        return content
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
@@ -216,6 +238,18 @@ class DeviceQueue(ABC):
         """Copy `source` to the host after earlier computation, and beside later one."""
 
     @abstractmethod
+    def copy_out(self, address: int, source: Tensor) -> None:
+        """Copy `source`, contiguous, to an address of a device, after earlier computation."""
+
+    @abstractmethod
+    def copy_in(self, target: Tensor, address: int) -> Event:
+        """Like `upload`, from an address of a device."""
+
+    @abstractmethod
+    def read(self, address: int, num_bytes: int) -> HostArray:
+        """The bytes uint8 [num_bytes] at an address of a device, after all earlier computation."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Wait until all is done. Raises an error of the device."""
 
@@ -252,6 +286,24 @@ class CudaQueue(DeviceQueue):
             torch.from_numpy(target).copy_(source, non_blocking=True)
             ended.record()
         return ended
+
+    def copy_out(self, address: int, source: Tensor) -> None:
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        device_runtime().copy(address, source.data_ptr(), source.nbytes, stream)
+
+    def copy_in(self, target: Tensor, address: int) -> Event:
+        ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        device_runtime().copy(target.data_ptr(), address, target.nbytes, self._up.cuda_stream)
+        ended.record(self._up)
+        torch.cuda.current_stream(self._device).wait_event(ended)
+        return ended
+
+    def read(self, address: int, num_bytes: int) -> HostArray:
+        found = self.device_memory(num_bytes)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        device_runtime().copy(found.data_ptr(), address, num_bytes, stream)
+        content: HostArray = found.cpu().numpy()
+        return content
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -309,10 +361,19 @@ class StagingRing(StepTransfers):
     is_host = False
 
     def __init__(
-        self, queue: DeviceQueue, sizes: StagingSizes, *, timeout_s: float, hops: HopMemory | None = None
+        self,
+        queue: DeviceQueue,
+        sizes: StagingSizes,
+        *,
+        timeout_s: float,
+        hops: HopMemory | None = None,
+        checksum: Checksum = plain_checksum,
     ) -> None:
-        """A step waits up to `timeout_s` for a slot. Hidden states may be in memory of `hops`."""
-        self._queue, self._timeout_s, self._hops = queue, timeout_s, hops
+        """A step waits up to `timeout_s` for a slot. Hidden states may be in memory of `hops`; `checksum` is
+        of those that stay on the device.
+        """
+        self._queue, self._timeout_s = queue, timeout_s
+        self._hops, self._checksum = hops, checksum
         # The only queue whose `put` may be called by a finalizer at any moment.
         self._free: SimpleQueue[_Slot] = SimpleQueue()
         self._slots = [
@@ -341,7 +402,11 @@ class StagingRing(StepTransfers):
                 raise self._overdue()
             time.sleep(_POLL_S)
         slot.held.clear()
-        return _StagedTransfer(self._queue, slot, lambda: self._free.put(slot), self._hops)
+        return _StagedTransfer(self._queue, slot, lambda: self._free.put(slot), self._hops, self._checksum)
+
+    def on_host(self, content: HostArray) -> HostArray:
+        place = None if self._hops is None else self._hops.place_of(content)
+        return content if place is None else self._queue.read(place.address, content.nbytes)
 
     def synchronize(self) -> None:
         self._queue.synchronize()
@@ -363,16 +428,23 @@ class _StagedTransfer(StepTransfer):
     """One step in a slot."""
 
     def __init__(
-        self, queue: DeviceQueue, slot: _Slot, release: Callable[[], None], hops: HopMemory | None
+        self,
+        queue: DeviceQueue,
+        slot: _Slot,
+        release: Callable[[], None],
+        hops: HopMemory | None,
+        checksum: Checksum,
     ) -> None:
         """`release` is called when neither this object nor a part of the output in the slot is referenced."""
         self._queue, self._slot, self._hops = queue, slot, hops
         output = slot.host_output[:]
         weakref.finalize(output, release)
         self._output = output.data
-        self._lent = None if hops is None else hops.lend()
+        self._lent: memoryview | None = None
         self._end = self._lent_end = 0
         self._direct: list[tuple[int, HostArray]] = []
+        self._checksum = checksum
+        self._sums: list[DeviceSum] = []
 
     def upload_fields(self, fields: Sequence[Field], arrays: Iterable[HostArray]) -> tuple[Tensor, Place]:
         slot, end, places = self._slot, 0, field_places(fields)
@@ -390,19 +462,27 @@ class _StagedTransfer(StepTransfer):
         self._upload(end)
         return packed, lambda array: placed[id(array)][1]
 
+    def hand_on(self, tensors: Sequence[Tensor]) -> list[memoryview]:
+        assert not self._end, "outputs are handed on first"
+        contents = [words_or_bytes(tensor) for tensor in tensors]
+        if self._hops is not None:
+            self._lent = self._hops.lend(sum(content.nbytes for content in contents))
+        lent, place = self._lent, None
+        if self._hops is not None and lent is not None:
+            place = self._hops.place_of(np.frombuffer(lent, np.uint8))
+        if lent is not None and place is not None:
+            self._lent = None
+            if all(content.dtype is torch.int32 for content in contents):
+                return self._leave_on_device(contents, lent, place)
+        # One after the other, so that they are one payload where they are.
+        return [self._fetch_at(_tight(self._end), content) for content in contents]
+
     def fetch(self, tensor: Tensor) -> memoryview:
-        begin, num_bytes = aligned(self._end), tensor.numel() * tensor.element_size()
-        self._end = begin + num_bytes
-        _check_room(self._end, len(self._output))
-        output = self._slot.output
-        output.narrow(0, begin, num_bytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        # The next stage takes the first ones; what has no room behind them is for this stage only.
-        if self._lent is not None and self._end <= len(self._lent) and begin == self._lent_end:
-            self._lent_end = aligned(self._end)
-            return self._lent[begin : self._end]
-        return self._output[begin : self._end]
+        return self._fetch_at(aligned(self._end), tensor)
 
     def download(self) -> None:
+        for found in self._sums:
+            found.downloaded = self.fetch(found.total())
         slot, end = self._slot, self._end
         num_lent = min(self._lent_end, end)
         if self._lent is not None and num_lent:
@@ -419,14 +499,65 @@ class _StagedTransfer(StepTransfer):
         assert slot.last is not None, "wait before download"
         slot.last.synchronize()
         slot.held.clear()
+        for found in self._sums:
+            found.settle()
+        self._sums.clear()
+
+    def _fetch_at(self, begin: int, tensor: Tensor) -> memoryview:
+        """Include a tensor in the download, behind what is before `begin`."""
+        num_bytes, is_behind_lent = tensor.nbytes, self._lent_end == self._end
+        self._end = begin + num_bytes
+        _check_room(self._end, len(self._output))
+        output = self._slot.output
+        output.narrow(0, begin, num_bytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        # The next stage takes the first ones; what has no room behind them is for this stage only.
+        if self._lent is not None and self._end <= len(self._lent) and is_behind_lent:
+            self._lent_end = self._end
+            return self._lent[begin : self._end]
+        return self._output[begin : self._end]
+
+    def _leave_on_device(
+        self, contents: Sequence[Tensor], lent: memoryview, place: DevicePlace
+    ) -> list[memoryview]:
+        """Copy to where the next stage's device copies from; only a checksum goes to the host."""
+        slot = self._slot
+        slot.held.append(lent)
+        left, handed, end = DeviceSum(place, expected=None), [], 0
+        for content in contents:
+            self._queue.copy_out(place.address + end, content)
+            left.parts.append(self._checksum(content, end // WORD_BYTES))
+            handed.append(lent[end : end + content.nbytes])
+            end += content.nbytes
+        self._sums.append(left)
+        return handed
+
+    def _take_from_device(self, place: DevicePlace, target: Tensor) -> None:
+        """Copy a part of a payload from a device, and count it in its checksum. Raises StepFault."""
+        self._slot.last = self._queue.copy_in(target, place.address)
+        if place.offset % WORD_BYTES or target.nbytes % WORD_BYTES:
+            raise StepFault(
+                StepFaultKind.SHAPE,
+                f"{target.nbytes} bytes from byte {place.offset} on of a payload on a device: no whole words",
+            )
+        taken = next((found for found in self._sums if found.place.is_with(place)), None)
+        if taken is None:
+            taken = DeviceSum(place, expected=place.slots.checksums[place.slot])
+            self._sums.append(taken)
+        taken.parts.append(self._checksum(target.view(torch.int32), place.offset // WORD_BYTES))
 
     def _put_behind(self, offset: int, begin: int, array: HostArray) -> None:
         """Pack an array, or let the device copy it from where it is."""
         place, content = offset + begin, _bytes_of(array)
-        if content.nbytes >= MIN_DIRECT_BYTES and self._hops is not None and self._hops.covers(content):
+        if self._hops is not None and self._lies_elsewhere(self._hops, content):
             self._direct.append((place, content))
         else:
             self._slot.host_arrays[place : place + content.nbytes] = content
+
+    def _lies_elsewhere(self, hops: HopMemory, content: HostArray) -> bool:
+        is_large = content.nbytes >= MIN_DIRECT_BYTES
+        return bool(content.nbytes) and (
+            (is_large and hops.covers(content)) or hops.place_of(content) is not None
+        )
 
     def _upload(self, end: int) -> None:
         """Upload what is packed, up to `end`, and between it what is elsewhere."""
@@ -435,7 +566,12 @@ class _StagedTransfer(StepTransfer):
             self._upload_packed(done, begin)
             done = begin + content.nbytes
             slot.held.append(content)
-            slot.last = self._queue.upload(slot.arrays.narrow(0, begin, content.nbytes), content)
+            target = slot.arrays.narrow(0, begin, content.nbytes)
+            place = None if self._hops is None else self._hops.place_of(content)
+            if place is None:
+                slot.last = self._queue.upload(target, content)
+            else:
+                self._take_from_device(place, target)
         self._upload_packed(done, end)
         self._direct.clear()
 
@@ -445,6 +581,11 @@ class _StagedTransfer(StepTransfer):
             slot.last = self._queue.upload(
                 slot.arrays.narrow(0, begin, end - begin), slot.host_arrays[begin:end]
             )
+
+
+def _tight(end: int) -> int:
+    """The next place for whole words or bytes, without a gap behind whole words."""
+    return aligned(end) if end % WORD_BYTES else end
 
 
 def _check_room(needed: int, available: int) -> None:

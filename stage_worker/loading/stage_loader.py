@@ -54,7 +54,9 @@ from stage_worker.loading.remote_weights import RemoteWeights, StageFiles
 from stage_worker.loading.stage_pages import kv_bytes_of, new_pages
 from stage_worker.loading.warmup import run_largest_step, warm_up
 from stage_worker.loading.weights_check import LoadedFrom
+from stage_worker.model.checksums import checksum_of
 from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.kernels import has_triton_kernels
 from stage_worker.model.parts import LoadedParts
 from stage_worker.model.pipeline_stage import PipelineStage
 from stage_worker.model.step_buckets import StepBuckets
@@ -535,7 +537,8 @@ def _new_transfers(
     if graphs is not None:
         sizes = sizes.with_input(graphs.packed_bytes)
     queue, timeout_s = CudaQueue(resources.device), resources.step_timeout_s
-    return StagingRing(queue, sizes, timeout_s=timeout_s, hops=resources.hop_memory)
+    checksum = checksum_of(has_triton=has_triton_kernels(resources.kernels, resources.device))
+    return StagingRing(queue, sizes, timeout_s=timeout_s, hops=resources.hop_memory, checksum=checksum)
 
 
 def _warmup_budget_s(device: torch.device, *, has_warmed_up: bool) -> float:

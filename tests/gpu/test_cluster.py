@@ -40,18 +40,18 @@ def reference(device: str, tmp_path_factory: pytest.TempPathFactory) -> Referenc
 KILL_SENDER, KILL_RECEIVER = "kill the sender", "kill the receiver"
 
 
-@pytest.mark.parametrize("same_host", ["auto", "off"])
+@pytest.mark.parametrize(("same_host", "least"), [("auto", "1B"), ("auto", "1GiB"), ("off", "1B")])
 async def test_tokens_are_the_same_on_each_way_of_a_hop(
-    same_host: str, device: str, reference: Reference, tmp_path: Path
+    same_host: str, least: str, device: str, reference: Reference, tmp_path: Path
 ) -> None:
-    """In memory that both workers share and page-lock, and on a payload connection."""
+    """On the device, in memory that both workers share and page-lock, and on a payload connection."""
     config = LocalClusterConfig(
         num_workers=2,
         model=reference.directory,
         devices=(device,),
         memory_bytes=MEMORY_BYTES,
         coordinator_arguments=(*STEP_FLAGS, "--dtype", "f32"),
-        worker_arguments=(("--same-host", same_host, "--payload-min", "1B"),) * 2,
+        worker_arguments=(("--same-host", same_host, "--payload-min", least),) * 2,
         environment=ENVIRONMENT,
         log_directory=tmp_path / "logs",
     )
@@ -76,6 +76,7 @@ async def test_a_cluster_on_one_gpu_loses_a_worker_and_no_token(
         devices=(device,),
         memory_bytes=MEMORY_BYTES,
         coordinator_arguments=(*STEP_FLAGS, "--dtype", "f32"),
+        worker_arguments=(("--payload-min", "1B"),) * 2,
         environment={**ENVIRONMENT, FAULT_VARIABLE: str(file)},
         command=(sys.executable, "-m", "bench.gpu.faulty"),
         log_directory=tmp_path / "logs",
@@ -99,9 +100,9 @@ async def test_a_cluster_on_one_gpu_loses_a_worker_and_no_token(
 
 
 def _shares_memory(status: cluster_pb2.GetStatusResponse) -> bool:
-    """A GPU copies into the shared memory itself."""
+    """Hidden states stay on a GPU."""
     first = min(status.workers, key=lambda worker: worker.stage)
-    expected = "HOP_TRANSPORT_SHARED_MEMORY" if first.device == "cpu" else "HOP_TRANSPORT_PINNED_MEMORY"
+    expected = "HOP_TRANSPORT_SHARED_MEMORY" if first.device == "cpu" else "HOP_TRANSPORT_CUDA_IPC"
     return cluster_pb2.HopTransport.Name(first.hop_transport) == expected
 
 

@@ -35,7 +35,7 @@ async def test_payloads_go_from_device_to_device_through_page_locked_memory(prep
         for number in range(NUM_ROUNDS):
             content = torch.randint(0, 256, (LIMIT,), dtype=torch.uint8, device=prepared)
             transfer = down.begin()
-            data = transfer.fetch(content)
+            (data,) = transfer.hand_on([content])
             transfer.download()
             await asyncio.to_thread(transfer.wait)
             assert outgoing.covers(np.frombuffer(data, np.uint8))

@@ -153,7 +153,7 @@ async def test_memory_that_cannot_be_shared_is_told_before_the_epoch(
 ) -> None:
     """As between containers with networks of their own: one kernel, and the socket is out of reach."""
     numbers = itertools.count()
-    monkeypatch.setattr(payload_memory, "_address", lambda name: f"\0{name}-{next(numbers)}")
+    monkeypatch.setattr(payload_memory, "socket_address", lambda name: f"\0{name}-{next(numbers)}")
     async with serving(varied_llama) as (cluster, line):
         epoch = cluster.epoch
         solo.check(await cluster.generate_all(mixed_cases(2)))
@@ -170,7 +170,7 @@ async def test_memory_that_cannot_be_shared_is_told_before_the_epoch(
 
 
 def _overwritten(slot: Any, number: int) -> None:
-    shared_segment._STAMP.pack_into(slot, 0, 1, number + 1, 4)
+    shared_segment._STAMP.pack_into(slot, 0, 1, number + 1, 4, 0)
 
 
 def _flipped(slot: Any, number: int) -> None:
@@ -178,7 +178,7 @@ def _flipped(slot: Any, number: int) -> None:
 
 
 def _stale(slot: Any, number: int) -> None:
-    shared_segment._STAMP.pack_into(slot, 0, 0, number, 4)
+    shared_segment._STAMP.pack_into(slot, 0, 0, number, 4, 0)
 
 
 @pytest.mark.matrix(1)
@@ -201,7 +201,7 @@ async def test_a_damaged_slot_ends_one_epoch_and_changes_no_token(
         notice = await send(sender, data)
         if is_armed[0] and notice is not None and sender._segment is not None:
             is_armed[0] = False
-            change(sender._segment._slot(sender._written[notice.number]), notice.number)
+            change(sender._segment.slot(sender._written[notice.number]), notice.number)
         return notice
 
     monkeypatch.setattr(MemorySender, "send", send_and_change)

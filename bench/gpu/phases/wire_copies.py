@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.gpu.hops import PINNED, WAYS, hop_s
+from bench.gpu.hops import OF_GPUS, WAYS, hop_s
 from bench.gpu.model import config_of, dtype_of, geometry_of
 from bench.gpu.phase import NEEDS_CUDA, Recorder
 from bench.gpu.rates import Rates
@@ -58,7 +58,7 @@ class _Copies:
         place = transfer.upload(inputs)
         placed = [place(array) for array in inputs]
         entered = from_frame(arrived, placed, self.boundary, self.hidden.dtype, self.scaling)
-        left = to_frame(entered, self.boundary, dtype, transfer.fetch, self.scaling)
+        left = to_frame(entered, self.boundary, dtype, transfer.hand_on, self.scaling)
         transfer.download()
         transfer.wait()
         return left
@@ -89,7 +89,7 @@ async def _record_hops(recorder: Recorder, hidden: Tensor) -> None:
     dtype = next(dtype for dtype, of_torch in TORCH_DTYPES.items() if of_torch is hidden.dtype)
     for way in WAYS:
         name = f"hop of {hidden.shape[0]} x {hidden.shape[1]} on one host, {way}"
-        if way == PINNED and not recorder.order.is_cuda:
+        if way in OF_GPUS and not recorder.order.is_cuda:
             recorder.not_measured(
                 name, "ms", NEEDS_CUDA.format(device=recorder.order.device), better=Better.LOWER
             )

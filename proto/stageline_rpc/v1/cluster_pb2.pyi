@@ -343,6 +343,8 @@ class _HopTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HopTrans
     """In memory that the two workers share."""
     HOP_TRANSPORT_PINNED_MEMORY: _HopTransport.ValueType  # 4
     """In memory that the two workers share, and into which the GPU of the sender copies."""
+    HOP_TRANSPORT_CUDA_IPC: _HopTransport.ValueType  # 5
+    """Large ones in memory of a GPU that both workers have mapped (CUDA IPC), others as PINNED_MEMORY."""
 
 class HopTransport(_HopTransport, metaclass=_HopTransportEnumTypeWrapper):
     """How hidden states travel from one stage to the next."""
@@ -356,6 +358,8 @@ HOP_TRANSPORT_SHARED_MEMORY: HopTransport.ValueType  # 3
 """In memory that the two workers share."""
 HOP_TRANSPORT_PINNED_MEMORY: HopTransport.ValueType  # 4
 """In memory that the two workers share, and into which the GPU of the sender copies."""
+HOP_TRANSPORT_CUDA_IPC: HopTransport.ValueType  # 5
+"""Large ones in memory of a GPU that both workers have mapped (CUDA IPC), others as PINNED_MEMORY."""
 Global___HopTransport: _TypeAlias = HopTransport  # noqa: Y015
 
 class _WorkerState:

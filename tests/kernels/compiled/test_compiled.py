@@ -44,6 +44,7 @@ from stage_worker.model.triton_kernels.byte_products import byte_expert_products
 from stage_worker.model.triton_kernels.experts import expert_products
 from stage_worker.model.triton_kernels.nibble_products import nibble_expert_products, nibble_product
 from stage_worker.model.triton_kernels.operations import TritonOperations
+from stage_worker.model.triton_kernels.payload_sums import checksum
 from stage_worker.model.triton_kernels.recurrent import FusedChannelDelta, FusedDelta, FusedScan
 from stage_worker.model.triton_kernels.row_products import row_product
 from stage_worker.validation import SliceLayout
@@ -215,6 +216,10 @@ def wire_rows(scaled: ScaledDType, dtype: torch.dtype) -> None:
     wire.unscale_rows(payload, scaled, (128, 8192), dtype)
 
 
+def payload_sums(num_words: int, first: int) -> None:
+    checksum(new(num_words, dtype=torch.int32), first)
+
+
 def _held_cases() -> dict[str, Callable[[], None]]:
     gptq = partial(nibbles, group=128, zeros=torch.uint8, order=torch.int32)
     fp8 = partial(octets, height=128, width=128, is_fp8=True)
@@ -366,6 +371,7 @@ def _cases() -> dict[str, Callable[[], None]]:
     for scaled in ScaledDType:
         for name, dtype in DTYPES.items():
             cases[f"wire-{scaled.value}-{name}"] = partial(wire_rows, scaled, dtype)
+    cases["payload-sums"] = partial(payload_sums, 1 << 22, 0)
     for vocab_size in (257, 4096, 32_000, 50_257, 128_256, 262_144):
         cases[f"sampled-{vocab_size}"] = partial(sampled, vocab_size)
     cases["sampled-edited"] = partial(sampled, 151_936, is_edited=True)

@@ -7,21 +7,24 @@ import gc
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from stage_worker import hop_payloads
 from stage_worker.backends.hop_memory import HopMemory
 from stage_worker.handshake import Epoch
-from stage_worker.hop_payloads import OutgoingPayloads, PayloadConnections
+from stage_worker.hop_payloads import IncomingPayloads, OutgoingPayloads, PayloadConnections
 from stageline_rpc.internal.v1 import forward_pb2
 from stageline_rpc.v1 import cluster_pb2
-from tests.fake_device import FakeLocks
+from tests.fake_device import FakeGpu, FakeLocks, FakeMappings
+from tests.unit.wire.payload_hops import until
 from tests.unit.wire.wire_strategies import hidden_states
 from wire.addresses import Address
 from wire.errors import StepFault
 from wire.ids import Incarnation
-from wire.payload_memory import MemoryListener, MemoryOffer, MemorySender
+from wire.memory_listener import MemoryListener
+from wire.payload_memory import MemoryOffer, MemorySender
 from wire.payload_sockets import PayloadListener
 from wire.payloads import PAYLOAD_RETRY_S, PayloadKey, PayloadNotice, encode_header
 from wire.peer_secrets import RefusedPeers
@@ -165,8 +168,9 @@ async def test_a_gpu_writes_into_shared_memory_that_can_be_page_locked(
     incoming.expect(EPOCH, accepted, max_bytes=1000)
     payloads = hop(made)
     await payloads.open(accepted)
+    await asyncio.wait_for(asyncio.gather(*payloads._changes), DEADLINE_S)
     assert bool(hop_memory.locked_bytes) is not bool(refusal)
-    lent, reason = hop_memory.lend(), ""
+    lent, reason = hop_memory.lend(1), ""
     if refusal:
         reason = f"memory shared with the next stage is not page-locked: {refusal}"
         assert lent is None and payloads.transport == cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY
@@ -180,13 +184,107 @@ async def test_a_gpu_writes_into_shared_memory_that_can_be_page_locked(
     assert notice is not None
     assert (await asyncio.wait_for(incoming.take(notice), DEADLINE_S)).data == SMALL[0].data
     payloads.close()
-    assert hop_memory.lend() is None
+    assert hop_memory.lend(1) is None
     incoming.close()
     memory.close()
     del lent
     gc.collect()
     assert await asyncio.to_thread(hop_memory.stop, timeout_s=DEADLINE_S)
     assert hop_memory.locked_bytes == 0
+
+
+class SlowLocks(FakeLocks):
+    """A driver that page-locks when a test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def lock(self, address: int, size_bytes: int) -> None:
+        assert self.go_on.wait(DEADLINE_S)
+        super().lock(address, size_bytes)
+
+
+async def test_a_dial_does_not_wait_for_page_locks() -> None:
+    """Memory of gigabytes takes longer than a dial may: hidden states are copied by the host until then."""
+    locks = SlowLocks()
+    refused, hop_memory = RefusedPeers(time.monotonic), HopMemory(locks)
+    memory = MemoryListener(refused)
+    memory.listen()
+    made = PayloadConnections(PayloadListener(refused), memory=memory, hop_memory=hop_memory)
+    incoming, accepted = made.incoming(), forward_pb2.HopAccepted()
+    incoming.expect(EPOCH, accepted, max_bytes=1000)
+    payloads = hop(made)
+    assert payloads.transport == cluster_pb2.HOP_TRANSPORT_UNSPECIFIED
+    await payloads.open(accepted)
+    assert payloads.transport == cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY and hop_memory.lend(1) is None
+    notice = await payloads.send(SMALL)
+    assert notice is not None
+    assert (await asyncio.wait_for(incoming.take(notice), DEADLINE_S)).data == SMALL[0].data
+    locks.go_on.set()
+    await until(lambda: payloads.transport == cluster_pb2.HOP_TRANSPORT_PINNED_MEMORY)
+    assert hop_memory.lend(1) is not None and payloads.same_host_fallback == ""
+    payloads.close()
+    await ended(incoming, memory, hop_memory)
+
+
+async def test_a_hop_that_ends_before_it_is_page_locked_lends_nothing() -> None:
+    locks = SlowLocks()
+    refused, hop_memory = RefusedPeers(time.monotonic), HopMemory(locks)
+    memory = MemoryListener(refused)
+    memory.listen()
+    made = PayloadConnections(PayloadListener(refused), memory=memory, hop_memory=hop_memory)
+    incoming, accepted = made.incoming(), forward_pb2.HopAccepted()
+    incoming.expect(EPOCH, accepted, max_bytes=1000)
+    payloads = hop(made)
+    await payloads.open(accepted)
+    payloads.close()
+    locks.go_on.set()
+    await asyncio.wait_for(asyncio.gather(*payloads._changes), DEADLINE_S)
+    assert hop_memory._lend is None and payloads.same_host_fallback == ""
+    await ended(incoming, memory, hop_memory)
+
+
+REFUSAL = "cudaIpcOpenMemHandle: invalid argument"
+
+
+@pytest.mark.parametrize("refusal", ["", REFUSAL], ids=["shared", "refused"])
+@pytest.mark.parametrize("is_check", [False, True], ids=["serving", "self-check"])
+async def test_hidden_states_stay_on_the_device_unless_they_are_kept_or_the_driver_refuses(
+    refusal: str, is_check: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused, gpu = RefusedPeers(time.monotonic), FakeGpu()
+    ends = [HopMemory(FakeLocks(), FakeMappings(gpu, refusal=refusal)) for _ in range(2)]
+    hop_memory, of_next = ends
+    memory = MemoryListener(refused, of_next, of_next)
+    memory.listen()
+    made = PayloadConnections(PayloadListener(refused), memory=memory, hop_memory=hop_memory, min_bytes=1)
+    incoming, accepted = made.incoming(), forward_pb2.HopAccepted()
+    incoming.expect(EPOCH, accepted, max_bytes=1000)
+    payloads = made.outgoing(replace(EPOCH, is_check=is_check), "127.0.0.1:1")
+    await payloads.open(accepted)
+    await asyncio.wait_for(asyncio.gather(*payloads._changes), DEADLINE_S)
+    is_shared = not refusal and not is_check
+    assert payloads.transport == (
+        cluster_pb2.HOP_TRANSPORT_CUDA_IPC if is_shared else cluster_pb2.HOP_TRANSPORT_PINNED_MEMORY
+    )
+    await until(lambda: bool(hop_memory.device_bytes) == is_shared)
+    reason = f"memory of the GPU is not shared with the next stage: {REFUSAL}"
+    assert payloads.same_host_fallback == (reason if refusal and not is_check else "")
+    assert (f"hidden states pass the host: {reason}" in caplog.messages) == bool(refusal and not is_check)
+    payloads.close()
+    await ended(incoming, memory, hop_memory, of_next)
+    assert gpu.errors == [] and not gpu.memory
+
+
+async def ended(incoming: IncomingPayloads, memory: MemoryListener, *ends: HopMemory) -> None:
+    """All memory is released."""
+    incoming.close()
+    memory.close()
+    gc.collect()
+    await until(lambda: not any(end.device_bytes or end.locked_bytes for end in ends))
+    for end in ends:
+        assert await asyncio.to_thread(end.stop, timeout_s=DEADLINE_S)
 
 
 async def test_an_avoided_address_is_not_dialled(

@@ -210,6 +210,7 @@ def test_the_status_shows_how_hidden_states_travel_on_each_hop() -> None:
         (cluster_pb2.HOP_TRANSPORT_TCP, "tcp"),
         (cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY, "shared-memory"),
         (cluster_pb2.HOP_TRANSPORT_PINNED_MEMORY, "pinned-memory"),
+        (cluster_pb2.HOP_TRANSPORT_CUDA_IPC, "cuda-ipc"),
     ):
         first.hop_transport = number
         assert f"Hidden states: stage 0 to 1 {name}" in _render(status_view(status))

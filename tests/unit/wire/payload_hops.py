@@ -15,9 +15,10 @@ from dataclasses import replace
 from types import ModuleType
 from typing import TypeVar
 
-from wire import payload_memory, payload_sockets
+from wire import memory_listener, payload_memory, payload_sockets
 from wire.addresses import Address
-from wire.payload_memory import MemoryListener, MemoryReceiver, MemorySender
+from wire.memory_listener import MemoryListener
+from wire.payload_memory import MemoryReceiver, MemorySender
 from wire.payload_sockets import (
     MAX_PER_HOST,
     MIN_PIECE_BYTES,
@@ -27,7 +28,7 @@ from wire.payload_sockets import (
 )
 from wire.payloads import MAX_GREETINGS, ArrivedPayload, PayloadKey, PayloadNotice
 from wire.peer_secrets import RefusedPeers
-from wire.shared_segment import PIECE_BYTES, PageLocker, new_segment
+from wire.shared_segment import PIECE_BYTES, DeviceSharer, PageLocker, new_segment
 
 SECRET = b"s" * 32
 EPOCH = 7
@@ -38,8 +39,9 @@ H = TypeVar("H", bound="Hop")
 class Hop(ABC):
     """A listener that expects one sender, and its counted refusals."""
 
-    module: ModuleType
-    """Has the time to greet."""
+    listening: ModuleType
+    sending: ModuleType
+    """Each has the time to greet."""
     limit: int
     """Size of the largest payload."""
     max_silent: int
@@ -98,7 +100,7 @@ class Hop(ABC):
 
 
 class SocketHop(Hop):
-    module = payload_sockets
+    listening = sending = payload_sockets
     limit = 16 * MIN_PIECE_BYTES
     max_silent = MAX_PER_HOST
     listener: PayloadListener
@@ -145,15 +147,15 @@ class SocketHop(Hop):
 
 
 class MemoryHop(Hop):
-    module = payload_memory
+    listening, sending = memory_listener, payload_memory
     limit = 3 * PIECE_BYTES
     max_silent = MAX_GREETINGS
     listener: MemoryListener
     receiver: MemoryReceiver
 
-    def __init__(self, locker: PageLocker | None = None) -> None:
+    def __init__(self, locker: PageLocker | None = None, sharer: DeviceSharer | None = None) -> None:
         super().__init__()
-        self.listener = MemoryListener(self.refused, locker)
+        self.listener = MemoryListener(self.refused, locker, sharer)
         self.listener.listen()
         receiver = self.listener.expect(epoch=EPOCH, secret=SECRET, max_bytes=self.limit)
         assert receiver is not None

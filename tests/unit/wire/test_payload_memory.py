@@ -19,10 +19,10 @@ import pytest
 from tests.unit.wire.payload_hops import DEADLINE_S, EPOCH, MemoryHop, closing, opening, until
 from wire import payload_memory, shared_segment
 from wire.errors import StepFault, StepFaultKind
+from wire.memory_listener import MemoryListener
 from wire.payload_memory import (
     MAX_HELD,
     MAX_UNRETURNED,
-    MemoryListener,
     MemoryReceiver,
     MemorySender,
     host_id,
@@ -225,7 +225,7 @@ async def test_a_slot_with_another_payload_is_a_fault(
     async with hop() as to, opened(to) as sender:
         notice = await passed(sender, b"data")
         assert sender._segment is not None
-        shared_segment._STAMP.pack_into(sender._segment._slot(sender._written[1]), 0, *stamp)
+        shared_segment._STAMP.pack_into(sender._segment.slot(sender._written[1]), 0, *stamp, 0)
         with pytest.raises(StepFault, match=message) as raised:
             await to.receiver.take(notice)
         assert raised.value.kind is kind
@@ -446,7 +446,7 @@ async def test_a_taken_payload_is_read_only(size_bytes: int) -> None:
 
 async def test_a_payload_in_a_lent_slot_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     async with hop() as to, opened(to) as sender:
-        lent = sender.lend()
+        lent = sender.lend(1)
         assert lent is not None and len(lent) >= LIMIT
         lent[:LIMIT] = os.urandom(LIMIT)
         with monkeypatch.context() as patch:
@@ -459,7 +459,7 @@ async def test_a_payload_in_a_lent_slot_is_not_copied(monkeypatch: pytest.Monkey
 async def test_a_lent_slot_is_free_when_it_is_returned_and_not_referenced() -> None:
     async with hop() as to, opened(to) as sender:
         for is_referenced_longer in (True, False):
-            lent = sender.lend()
+            lent = sender.lend(1)
             assert lent is not None and len(sender._free) == NUM_HOP_SLOTS - 1
             payload = await to.receiver.take(await passed(sender, lent[:LIMIT]))
             if is_referenced_longer:
@@ -477,8 +477,8 @@ async def test_a_lent_slot_is_free_when_it_is_returned_and_not_referenced() -> N
 
 async def test_a_slot_that_was_lent_for_nothing_is_free_again() -> None:
     async with hop() as to, opened(to) as sender:
-        lent = [sender.lend() for _ in range(NUM_HOP_SLOTS)]
-        assert sender.lend() is None
+        lent = [sender.lend(1) for _ in range(NUM_HOP_SLOTS)]
+        assert sender.lend(1) is None
         waiting = asyncio.create_task(sender.send(b"x"))
         await asyncio.sleep(0)
         await asyncio.to_thread(lent.pop)
@@ -489,7 +489,7 @@ async def test_a_slot_that_was_lent_for_nothing_is_free_again() -> None:
 
 async def test_a_part_of_a_lent_slot_and_a_second_payload_of_it_are_copied() -> None:
     async with hop() as to, opened(to) as sender:
-        lent = sender.lend()
+        lent = sender.lend(1)
         assert lent is not None
         lent[:8] = b"01234567"
         notices = [await passed(sender, part) for part in (lent[1:8], lent[:4], lent[:5])]
@@ -499,7 +499,7 @@ async def test_a_part_of_a_lent_slot_and_a_second_payload_of_it_are_copied() -> 
 
 async def test_a_broken_hop_lends_nothing() -> None:
     async with hop() as to, opened(to) as sender:
-        assert sender.lend() is not None
+        assert sender.lend(1) is not None
         to.listener.forget(to.receiver)
         await until(lambda: sender._broken != "")
-        assert sender.lend() is None
+        assert sender.lend(1) is None

@@ -22,7 +22,8 @@ from tests.unit.wire.payload_hops import (
     until,
 )
 from wire import payloads
-from wire.payload_memory import INLINE_BYTES, MemoryListener, MemorySender
+from wire.memory_listener import MemoryListener
+from wire.payload_memory import INLINE_BYTES, MemorySender
 from wire.payload_sockets import MIN_PIECE_BYTES, PayloadListener, PayloadSender
 from wire.payloads import PROOF_BYTES, PayloadKey, PayloadNotice
 from wire.peer_secrets import RefusedPeers
@@ -98,7 +99,7 @@ async def test_connections_that_do_not_greet_are_limited_and_end(
 ) -> None:
     async with closing(way()) as to:
         with monkeypatch.context() as patch:
-            patch.setattr(way.module, "GREETING_TIMEOUT_S", 1.0)
+            patch.setattr(way.listening, "GREETING_TIMEOUT_S", 1.0)
             silent = [to.connect() for _ in range(way.max_silent)]
             await until(lambda: to.num_silent == way.max_silent)
             with to.connect() as refused:
@@ -129,7 +130,7 @@ async def test_a_sender_that_meets_another_process_does_not_send(way: type[Hop])
 async def test_a_sender_gives_up_when_nothing_answers(
     way: type[Hop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(way.module, "GREETING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(way.sending, "GREETING_TIMEOUT_S", 0.2)
     async with closing(way()) as to:
         silent, sender = to.impostor()
         with silent, pytest.raises(ConnectionError, match="timed out"):

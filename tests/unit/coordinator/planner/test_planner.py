@@ -72,14 +72,14 @@ def test_only_a_hop_within_a_host_shares_memory() -> None:
     assert [bool(stage.segment_bytes) for stage in plan.stages] == [False, True, False]
 
 
-def test_memory_of_the_host_is_no_part_of_the_budget_of_a_gpu() -> None:
+def test_a_gpu_shares_as_much_of_its_memory_as_of_its_host() -> None:
     capacities = [
         replace(capacity, device=DeviceKind.GPU) for capacity in on_one_host(workers(2 * GIB, 2 * GIB))
     ]
     first, last = small_plan(llama(num_layers=6), capacities).stages
     assert first.segment_bytes > 0 and last.segment_bytes == 0
     parts = first.weight_bytes + first.kv_bytes + first.activation_bytes + first.buffer_bytes
-    assert first.total_bytes == parts + first.overhead_bytes
+    assert first.total_bytes == parts + first.overhead_bytes + first.segment_bytes
     assert first.pinned_bytes == first.buffer_bytes + first.segment_bytes
     assert last.pinned_bytes == last.buffer_bytes
 

@@ -179,7 +179,7 @@ async def test_memory_stays_locked_while_a_copy_to_it_has_not_ended(pinned: Pinn
     ring = StagingRing(queue, SIZES, timeout_s=DEADLINE_S, hops=pinned.outgoing)
     async with pinned.opened():
         transfer = ring.begin()
-        transfer.fetch(torch.ones(64, dtype=torch.uint8))
+        transfer.hand_on([torch.ones(64, dtype=torch.uint8)])
         transfer.download()
         del transfer  # a step that nobody waits for
     gc.collect()
@@ -190,7 +190,7 @@ async def test_memory_stays_locked_while_a_copy_to_it_has_not_ended(pinned: Pinn
 
 async def test_what_has_no_room_in_the_slot_stays_with_the_stage(pinned: PinnedHop) -> None:
     async with pinned.opened() as (_, sender):
-        room = len(sender.lend() or b"")
+        room = len(sender.lend(1) or b"")
         large = replace(SIZES, output_bytes=2 * room)
         ring = StagingRing(FakeQueue(), large, timeout_s=1.0, hops=pinned.outgoing)
         for sizes, is_lent in (((room, 4), [True, False]), ((room + 1, 4), [False, False])):
@@ -198,7 +198,7 @@ async def test_what_has_no_room_in_the_slot_stays_with_the_stage(pinned: PinnedH
             tensors = [
                 torch.full((size,), number + 1, dtype=torch.uint8) for number, size in enumerate(sizes)
             ]
-            fetched = [transfer.fetch(tensor) for tensor in tensors]
+            fetched = [*transfer.hand_on(tensors[:1]), transfer.fetch(tensors[1])]
             transfer.download()
             transfer.wait()
             assert [bytes(part) for part in fetched] == [bytes(tensor.tolist()) for tensor in tensors]
@@ -211,11 +211,12 @@ async def test_steps_go_on_without_a_free_slot(pinned: PinnedHop) -> None:
     """Their outputs are in the memory of the stage, and copied when they are sent."""
     ring = StagingRing(FakeQueue(), SIZES, timeout_s=1.0, hops=pinned.outgoing)
     async with pinned.opened() as (to, sender):
-        lent = [sender.lend() for _ in range(NUM_HOP_SLOTS)]
-        assert None not in lent and sender.lend() is None
+        lent = [sender.lend(9) for _ in range(NUM_HOP_SLOTS)]
+        assert None not in lent and sender.lend(9) is None
         transfers_ = [ring.begin() for _ in range(NUM_SLOTS)]
         data = [
-            transfer.fetch(torch.full((9,), n, dtype=torch.uint8)) for n, transfer in enumerate(transfers_)
+            transfer.hand_on([torch.full((9,), n, dtype=torch.uint8)])[0]
+            for n, transfer in enumerate(transfers_)
         ]
         for transfer in transfers_:
             transfer.download()
@@ -233,19 +234,19 @@ async def test_memory_that_cannot_be_locked_is_used_all_the_same(caplog: pytest.
         assert f"hidden states are copied once more: {problem}" in caplog.messages
         with pytest.raises(OSError, match="cudaHostRegister: out of memory"):
             await sender.lock(pinned.outgoing)
-        assert pinned.outgoing.lend() is None
+        assert pinned.outgoing.lend(1) is None
         assert (await to.receiver.take(await passed(sender, b"data"))).data == b"data"
     await pinned.ended()
 
 
 async def test_a_former_hop_does_not_end_the_lending_of_the_next_one(pinned: PinnedHop) -> None:
     async with pinned.opened() as (_, sender):
-        pinned.outgoing.lend_by(lambda: memoryview(b"later"))
+        pinned.outgoing.lend_by(lambda _: memoryview(b"later"))
         pinned.outgoing.end_lending(sender.lend)
-        assert bytes(pinned.outgoing.lend() or b"") == b"later"
+        assert bytes(pinned.outgoing.lend(1) or b"") == b"later"
         pinned.outgoing.lend_by(sender.lend)
         pinned.outgoing.end_lending(sender.lend)
-        assert pinned.outgoing.lend() is None
+        assert pinned.outgoing.lend(1) is None
 
 
 async def test_memory_that_cannot_be_unlocked_stays_mapped(caplog: pytest.LogCaptureFixture) -> None:
