@@ -49,9 +49,9 @@ def _unit(x, eps):
 
 @triton.jit
 def _of_head(numbers, head, keys, KEY_DIM: tl.constexpr, BY_CHANNEL: tl.constexpr):
-    """The number of a head in float32, or [keys, 1], those of its channels."""
+    """The number of a head in float32, or [keys], those of its channels."""
     if BY_CHANNEL:
-        found = tl.load(numbers + head * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)[:, None]
+        found = tl.load(numbers + head * KEY_DIM + keys, mask=keys < KEY_DIM, other=0.0)
     else:
         found = tl.load(numbers + head)
     return found.to(tl.float32)
@@ -90,8 +90,9 @@ def delta_kernel(
         strength = tl.sigmoid(tl.load(strengths + row * strength_stride + head).to(tl.float32))
         strength = strength.to(given).to(tl.float32)
         decay = _of_head(decays + row * decay_stride, head, keys, KEY_DIM, BY_CHANNEL) + bias
+        kept = tl.exp(rate * softplus(decay))
         query, key = _unit(query, eps) * scale, _unit(key, eps)
-        state = state * tl.exp(rate * softplus(decay))
+        state = state * (kept[:, None] if BY_CHANNEL else kept)
         update = (value - tl.sum(key[:, None] * state, 0)) * strength
         state += key[:, None] * update[None, :]
         output = tl.sum(query[:, None] * state, 0).to(found.dtype.element_ty)
