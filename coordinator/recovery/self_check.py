@@ -15,7 +15,14 @@ from coordinator.model import ServedModel
 from coordinator.planner.plan import Plan
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.recovery.self_check_script import Script, texts_for, write_script
-from coordinator.recovery.self_check_verdict import CheckOutcome, KnownReference, NoReference, Verdict, judge
+from coordinator.recovery.self_check_verdict import (
+    ROUNDINGS,
+    CheckOutcome,
+    KnownReference,
+    NoReference,
+    Verdict,
+    judge,
+)
 from coordinator.scheduler.kv_manager import KvCacheManager
 from stageline_rpc.internal.v1 import forward_pb2, step_pb2
 from wire.clock import wall_clock_us
@@ -340,14 +347,17 @@ class SelfCheck:
         references: References,
         *,
         vocab_size: int,
+        roundings: float = ROUNDINGS,
         interval_s: float = 0.0,
         policy: RecoveryPolicy,
         now_us: Callable[[], int] = wall_clock_us,
     ) -> None:
-        """A check is due again after `interval_s`; 0 disables it. `now_us`: microseconds since 1970."""
+        """A check is due again after `interval_s`; 0 disables it. `roundings`: see `roundings_of`. `now_us`:
+        microseconds since 1970.
+        """
         self.verdict = Verdict(outcome=CheckOutcome.NOT_RUN)
         self._references = references
-        self._vocab_size = vocab_size
+        self._vocab_size, self._roundings = vocab_size, roundings
         self._interval_s = interval_s
         self._policy = policy
         self._now_us = now_us
@@ -378,7 +388,7 @@ class SelfCheck:
         states = None
         if epoch.ask_states is not None and isinstance(known, KnownReference):
             states = await self._all_states(len(epoch.plan.stages) - 1, script, epoch.ask_states)
-        verdict = judge(script, epoch.plan, results, states, known)
+        verdict = judge(script, epoch.plan, results, states, known, roundings=self._roundings)
         if isinstance(known, KnownReference) and verdict.is_good:
             self._passed = self._question
         self._checked_at_s = asyncio.get_running_loop().time()

@@ -123,9 +123,9 @@ class StreamedFeedForward:
             groups = ranks.view(*ranks.shape[:2], router.num_groups, -1)
             num_best = 2 if router.group_score is GroupScore.BEST_TWO else 1
             best = groups.sort(dim=-1).values[..., -num_best:].sum(dim=-1)
-            is_kept = is_among(best, router.num_kept_groups)
+            is_kept = choices(best, router.num_kept_groups)
             ranks = groups.masked_fill(~is_kept[..., None], -math.inf).flatten(-2)
-        is_chosen = is_among(ranks, plan.per_token)
+        is_chosen = choices(ranks, plan.per_token)
         if router.num_hashed_tokens is not None:
             is_chosen = self._is_hashed(plan)
         chosen = scores.masked_fill(~is_chosen, 0.0)
@@ -143,6 +143,32 @@ _SCORES: dict[RouterScore, Callable[[Tensor], Tensor]] = {
     RouterScore.SIGMOID: torch.sigmoid,
     RouterScore.SQRT_SOFTPLUS: lambda logits: softplus(logits) ** 0.5,
 }
+
+
+_UNDECIDED = 2.0
+"""Rounding may move two ranks towards each other, each by as much as it moved any."""
+
+
+def choices(ranks: Tensor, count: int) -> Tensor:
+    """Whether each of `ranks` [2, n, m], exact and rounded, is chosen, as one of the `count` highest.
+
+    Where rounding decides, a stage may choose otherwise than either copy: it rounds other sums. So that the
+    difference of both copies has the effect of that, the second one takes the next best in the place of its
+    last one, if both copies choose alike and the gap is within `_UNDECIDED` times the largest difference of a
+    rank between them.
+    """
+    is_chosen = is_among(ranks, count)
+    if count >= ranks.shape[-1]:
+        return is_chosen
+    exact, rounded = ranks
+    differences = torch.where(ranks.isfinite().all(dim=0), (rounded - exact).abs(), 0.0)
+    moved = differences.amax(dim=-1)
+    best, order = rounded.sort(dim=-1, descending=True, stable=True)
+    is_near = best[:, count - 1] - best[:, count] <= _UNDECIDED * moved
+    rows = (is_near & (moved > 0) & (is_chosen[0] == is_chosen[1]).all(dim=-1)).nonzero()[:, 0]
+    is_chosen[1, rows, order[rows, count - 1]] = False
+    is_chosen[1, rows, order[rows, count]] = True
+    return is_chosen
 
 
 def is_among(ranks: Tensor, count: int) -> Tensor:

@@ -16,7 +16,7 @@ import grpc
 import pytest
 
 from builtin_model import SELF_CHECK_FILE
-from checkpoint import DType
+from checkpoint import DType, parse_config
 from checkpoint.dtypes import ScaledDType
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
@@ -33,17 +33,21 @@ from coordinator.recovery.self_check import (
 from coordinator.recovery.self_check_script import Script, write_script
 from coordinator.recovery.self_check_verdict import (
     MIN_TOLERANCE,
+    ROUNDINGS,
     CheckOutcome,
     KnownReference,
     NoReference,
     Verdict,
     deviation,
     judge,
+    roundings_of,
     tolerance,
 )
 from coordinator.scheduler.kv_manager import KvCacheManager
 from stageline_rpc.internal.v1 import forward_pb2
+from tests.unit.checkpoint.test_latent_config import V3
 from tests.unit.coordinator.cluster.cluster_driver import plan_of
+from tests.unit.coordinator.planner.small_models import llama
 from wire.ids import SequenceKey
 from wire.reference import (
     NUM_TEXTS,
@@ -332,6 +336,7 @@ VOCAB_SIZE = 50
 TEXTS = tuple(check_text(number, 8, VOCAB_SIZE) for number in range(NUM_TEXTS))
 ROW = TokenLogprobs(7, -3.0, 9, ((1, -0.5), (2, -1.5)))
 ROUNDING = 0.01
+EXPERTS = parse_config(V3).layers[-1].feed_forward
 
 
 def row_after(text: int, position: int) -> TokenLogprobs:
@@ -406,8 +411,8 @@ def states() -> array[float]:
 
 
 def verdict_of(results: Sequence[StepResult], **options: Any) -> Verdict:
-    found = {"states": {0: states()}, "known": KNOWN} | options
-    return judge(SCRIPT, PLAN, results, found["states"], found["known"])
+    found = {"states": {0: states()}, "known": KNOWN, "roundings": ROUNDINGS} | options
+    return judge(SCRIPT, PLAN, results, found["states"], found["known"], roundings=found["roundings"])
 
 
 def changed(
@@ -459,6 +464,30 @@ def test_logits_without_spread_are_compared() -> None:
 def test_twice_the_rounding_error_is_allowed_with_a_minimum() -> None:
     assert tolerance(REFERENCE) == pytest.approx(2 * ROUNDING / 2.0)
     assert tolerance(replace(REFERENCE, rounding=0.0)) == MIN_TOLERANCE
+
+
+def shifted(row: TokenLogprobs, by: float) -> TokenLogprobs:
+    top = tuple((token, logprob + by) for token, logprob in row.top)
+    return replace(row, logprob=row.logprob + by, top=top)
+
+
+def test_models_with_experts_may_deviate_further() -> None:
+    """In log-probabilities, and in the hidden states of a stage."""
+    texts = tuple(
+        replace(text, rows=tuple(shifted(row, 2.5 * ROUNDING) for row in text.rows))
+        for text in REFERENCE.texts
+    )
+    other = replace(KNOWN, reference=replace(REFERENCE, texts=texts))
+    scaled = array("f", [value * (1 + ROUNDING) for value in states()])
+    usual = llama()
+    layers = tuple(replace(layer, feed_forward=EXPERTS) for layer in usual.layers)
+    for config, outcome in (
+        (usual, CheckOutcome.FAILED),
+        (replace(usual, layers=layers), CheckOutcome.PASSED),
+    ):
+        roundings = roundings_of(config)
+        assert verdict_of(answers(), known=other, roundings=roundings).outcome is outcome
+        assert verdict_of(answers(), states={0: scaled}, roundings=roundings).outcome is outcome
 
 
 # The verdict
