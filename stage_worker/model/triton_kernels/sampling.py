@@ -8,8 +8,8 @@ MAX_VOCAB tokens. A flat distribution of 128,000 tokens leaves one row in 10,000
 
 A filtered row is decided on its candidates: all tokens above a score that at most NUM_CANDIDATES exceed. The
 whole row counts by its total weight only, which is added up in parts, as for a draw without filters. The
-search for such a score begins where it would be if scores were normally distributed: each further look reads
-the row again, by one program.
+first such score that is tried is the one of normally distributed scores, with the total; where it has too
+many tokens above it or too few, one program looks for another, and each look reads the row again.
 """
 
 # Constants of kernels are in capitals.
@@ -31,11 +31,8 @@ NUM_CANDIDATES = 4096
 """Also the tokens of a part."""
 
 _WIDTH = tl.constexpr(NUM_CANDIDATES)
-_COUNTED = tl.constexpr(1 << 16 if IS_INTERPRETED else 4096)
-_MOVED = tl.constexpr(1 << 16 if IS_INTERPRETED else 1024)
-"""Tokens of a row that are counted, and moved, together while candidates are selected: more would spill
-registers.
-"""
+_COUNTED = tl.constexpr(NUM_CANDIDATES if IS_INTERPRETED else NUM_CANDIDATES // 2)
+"""Tokens of a part that one program counts together: more would spill registers."""
 _NUM_GUESSES = tl.constexpr(6)
 _OPEN, _NOT_FINITE = tl.constexpr(OPEN), tl.constexpr(NOT_FINITE)
 MARGIN = tl.constexpr(2.0**-32)
@@ -89,40 +86,10 @@ def _row_maxima(part_maxima, rows, is_row, PARTS: tl.constexpr, PADDED: tl.const
 
 
 @triton.jit
-def masses_kernel(
-    logits, stride, reals, top_k, part_maxima, masses, num_rows, VOCAB: tl.constexpr, PARTS: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Weight of one part of one row that needs its total."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    one = tl.zeros([1], tl.int64)
-    temperature, top_p = tl.load(reals + row), tl.load(reals + num_rows + row)
-    is_whole = tl.load(top_k + row) >= VOCAB
-    needs_total = is_whole & ((top_p < 1.0) | (tl.load(reals + 2 * num_rows + row) == 0.0))
-    if needs_total & (temperature > 0.0):
-        maxima = tl.max(_row_maxima(part_maxima, one + row, one == 0, PARTS, PADDED), 1)
-        ids = part * _WIDTH + tl.arange(0, _WIDTH)[None, :]
-        x = tl.load(logits + row * stride + ids, mask=ids < VOCAB, other=float("-inf"))
-        weights = tl.where(ids < VOCAB, _weights(x, maxima, one.to(tl.float64) + temperature), 0.0)
-        tl.store(masses + row * PARTS + part + one, tl.sum(weights, 1))
-
-
-@triton.jit
 def _keys(scores):
     """int32 in the order of float32 `scores`, equal for equals."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _num_above(logits, VOCAB: tl.constexpr, key):
-    """Number of tokens of a row with higher keys."""
-    found = tl.zeros([_COUNTED], tl.int32)
-    for first in range(0, VOCAB, _COUNTED):
-        ids = first + tl.arange(0, _COUNTED)
-        x = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf"))
-        found += ((_keys(x) > key) & (ids < VOCAB)).to(tl.int32)
-    return tl.sum(found, 0)
 
 
 @triton.jit
@@ -137,16 +104,77 @@ def _row_sums(part_sums, row, PARTS: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _bound(logits, wanted, largest, number, mean, deviation, VOCAB: tl.constexpr, DEVIATIONS: tl.constexpr):
+def _is_filtered(reals, top_k, row, num_rows, VOCAB: tl.constexpr):
+    """Whether a row is drawn from some of its tokens."""
+    is_filtered = (tl.load(top_k + row) < VOCAB) | (tl.load(reals + num_rows + row) < 1.0)
+    is_filtered |= tl.load(reals + 2 * num_rows + row) > 0.0
+    return is_filtered & (tl.load(reals + row) > 0.0)
+
+
+@triton.jit
+def _first_guess(number, mean, deviation, DEVIATIONS: tl.constexpr):
+    """The key that is tried first for a row's candidates; the one below all of a few tokens."""
+    return _keys(tl.where(number <= _WIDTH, float("-inf"), mean + DEVIATIONS * deviation))
+
+
+@triton.jit
+def masses_kernel(
+    logits, stride, reals, top_k, part_maxima, part_sums, masses, part_counts, num_rows, VOCAB: tl.constexpr,
+    PARTS: tl.constexpr, PADDED: tl.constexpr, DEVIATIONS: tl.constexpr,
+):
+    """Weight of one part of one row that needs its total, and its tokens above the first guess of one with
+    filters.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    one = tl.zeros([1], tl.int64)
+    temperature, top_p = tl.load(reals + row), tl.load(reals + num_rows + row)
+    is_whole = tl.load(top_k + row) >= VOCAB
+    needs_total = is_whole & ((top_p < 1.0) | (tl.load(reals + 2 * num_rows + row) == 0.0))
+    ids = part * _WIDTH + tl.arange(0, _WIDTH)[None, :]
+    if needs_total & (temperature > 0.0):
+        maxima = tl.max(_row_maxima(part_maxima, one + row, one == 0, PARTS, PADDED), 1)
+        x = tl.load(logits + row * stride + ids, mask=ids < VOCAB, other=float("-inf"))
+        weights = tl.where(ids < VOCAB, _weights(x, maxima, one.to(tl.float64) + temperature), 0.0)
+        tl.store(masses + row * PARTS + part + one, tl.sum(weights, 1))
+    if _is_filtered(reals, top_k, row, num_rows, VOCAB):
+        number, mean, deviation = _row_sums(part_sums, row, PARTS, PADDED)
+        guess = _first_guess(number, mean, deviation, DEVIATIONS)
+        x = tl.load(logits + row * stride + ids, mask=ids < VOCAB, other=float("-inf"))
+        is_above = (_keys(x) > guess) & (ids < VOCAB)
+        tl.store(part_counts + row * PARTS + part + one, tl.sum(is_above.to(tl.int32), 1))
+
+
+@triton.jit
+def _num_above(logits, VOCAB: tl.constexpr, key):
+    """Number of tokens of a row with higher keys."""
+    found = tl.zeros([_COUNTED], tl.int32)
+    for first in range(0, VOCAB, _COUNTED):
+        ids = first + tl.arange(0, _COUNTED)
+        x = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf"))
+        found += ((_keys(x) > key) & (ids < VOCAB)).to(tl.int32)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _bound(
+    logits, wanted, largest, number, mean, deviation, num_first, VOCAB: tl.constexpr, DEVIATIONS: tl.constexpr
+):
     """A key that `wanted` to NUM_CANDIDATES tokens exceed, or the lowest one that no more than these exceed.
 
-    Looked for at DEVIATIONS above the mean, then lower; by halving, between a key that too many exceed and
-    one that too few exceed.
+    Looked for at DEVIATIONS above the mean, which `num_first` tokens exceed, then lower; by halving, between
+    a key that too many exceed and one that too few exceed. Also whether it is the first one that was tried.
     """
     low, high = tl.full([], _LOWEST_KEY, tl.int64), _keys(largest).to(tl.int64)
-    guess, num_looks, found = mean + DEVIATIONS * deviation, 0, 0
+    first = _first_guess(number, mean, deviation, DEVIATIONS).to(tl.int64)
+    guess, num_looks, found = mean + DEVIATIONS * deviation, 1, 0
     if number <= _WIDTH:
-        high, found = _keys(tl.full([], float("-inf"), tl.float32)).to(tl.int64), wanted
+        high, found = first, wanted
+    elif num_first > _WIDTH:
+        low = tl.minimum(first, high)
+    elif first < high:
+        high, found = first, num_first
+        guess -= deviation
+        deviation *= 2.0
     while (found < wanted) & (high - low > 1):
         middle = _keys(guess).to(tl.int64)
         if (num_looks >= _NUM_GUESSES) | (low > _LOWEST_KEY) | (middle >= high):
@@ -160,40 +188,71 @@ def _bound(logits, wanted, largest, number, mean, deviation, VOCAB: tl.constexpr
             guess -= deviation
             deviation *= 2.0
         num_looks += 1
-    return high
+    return high, high == first
+
+
+@triton.jit
+def _counts_above(logits, high, VOCAB: tl.constexpr, PADDED: tl.constexpr):
+    """Tokens int32 [PADDED] of each part with higher keys."""
+    parts = tl.arange(0, PADDED)
+    counts = tl.zeros([PADDED], tl.int32)
+    for first in range(0, VOCAB, _COUNTED):
+        ids = first + tl.arange(0, _COUNTED)
+        x = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf"))
+        above = tl.sum(((_keys(x) > high) & (ids < VOCAB)).to(tl.int32), 0)
+        counts += tl.where(parts == first // _WIDTH, above, 0)
+    return counts
 
 
 @triton.jit
 def select_kernel(
-    logits, stride, reals, top_k, part_maxima, part_sums, candidates, candidate_ids, counts, bounds, num_rows,
+    logits, stride, reals, top_k, part_maxima, part_sums, part_counts, counts, bounds, keys, num_rows,
     VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, DEVIATIONS: tl.constexpr,
 ):
-    """Candidates of one filtered row, in the order of ids: its tokens above a bound."""
+    """The bound of one filtered row, as a score and as a key, and how many candidates are above it.
+
+    Its `part_counts` become the places of the first candidates of its parts.
+    """
     row = tl.program_id(0).to(tl.int64)
     one = tl.zeros([1], tl.int64)
+    if not _is_filtered(reals, top_k, row, num_rows, VOCAB):
+        return
     num_kept = tl.load(top_k + row)
-    is_filtered = (num_kept < VOCAB) | (tl.load(reals + num_rows + row) < 1.0)
-    is_filtered |= tl.load(reals + 2 * num_rows + row) > 0.0
-    if is_filtered & (tl.load(reals + row) > 0.0):
-        wanted = tl.minimum(tl.maximum(num_kept * (num_kept < VOCAB), _WIDTH // 2), _WIDTH).to(tl.int32)
-        largest = tl.max(tl.max(_row_maxima(part_maxima, one + row, one == 0, PARTS, PADDED), 1), 0)
-        number, mean, deviation = _row_sums(part_sums, row, PARTS, PADDED)
-        high = _bound(
-            logits + row * stride, wanted, largest, number, mean, deviation, VOCAB, DEVIATIONS
-        )
-        end = 0
-        for first in range(0, VOCAB, _MOVED):
-            ids = first + tl.arange(0, _MOVED)
-            x = tl.load(logits + row * stride + ids, mask=ids < VOCAB, other=float("-inf"))
-            is_kept = (_keys(x) > high) & (ids < VOCAB)
-            places = end + tl.cumsum(is_kept.to(tl.int32), 0) - 1
-            end += tl.sum(is_kept.to(tl.int32), 0)
-            is_kept &= places < _WIDTH  # a NaN is above all
-            tl.store(candidates + row * _WIDTH + places, x, mask=is_kept)
-            tl.store(candidate_ids + row * _WIDTH + places, ids, mask=is_kept)
-        tl.store(counts + row, tl.minimum(end, _WIDTH))
-        bits = high.to(tl.int32)
-        tl.store(bounds + row, (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
+    wanted = tl.minimum(tl.maximum(num_kept * (num_kept < VOCAB), _WIDTH // 2), _WIDTH).to(tl.int32)
+    largest = tl.max(tl.max(_row_maxima(part_maxima, one + row, one == 0, PARTS, PADDED), 1), 0)
+    number, mean, deviation = _row_sums(part_sums, row, PARTS, PADDED)
+    parts = tl.arange(0, PADDED)
+    places = part_counts + row * PARTS + parts
+    above = tl.load(places, mask=parts < PARTS, other=0)
+    high, is_first = _bound(
+        logits + row * stride, wanted, largest, number, mean, deviation, tl.sum(above, 0), VOCAB,
+        DEVIATIONS,
+    )
+    if not is_first:
+        above = _counts_above(logits + row * stride, high.to(tl.int32), VOCAB, PADDED)
+    tl.store(places, tl.cumsum(above, 0) - above, mask=parts < PARTS)
+    tl.store(counts + row, tl.minimum(tl.sum(above, 0), _WIDTH))
+    bits = high.to(tl.int32)
+    tl.store(keys + row, bits)
+    tl.store(bounds + row, (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def move_kernel(
+    logits, stride, reals, top_k, part_places, keys, candidates, candidate_ids, num_rows, VOCAB: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Candidates of one part of one filtered row, in the order of ids: its tokens above the row's key."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if _is_filtered(reals, top_k, row, num_rows, VOCAB):
+        ids = part * _WIDTH + tl.arange(0, _WIDTH)
+        x = tl.load(logits + row * stride + ids, mask=ids < VOCAB, other=float("-inf"))
+        is_kept = (_keys(x) > tl.load(keys + row)) & (ids < VOCAB)
+        first = tl.load(part_places + row * PARTS + part)
+        places = first + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+        is_kept &= places < _WIDTH  # a NaN is above all
+        tl.store(candidates + row * _WIDTH + places, x, mask=is_kept)
+        tl.store(candidate_ids + row * _WIDTH + places, ids, mask=is_kept)
 
 
 @triton.jit
@@ -498,13 +557,22 @@ def _wide_rows(
     """Masses of parts, and candidates with their ids, numbers and bounds, of rows that need them."""
     num_rows = len(scores)
     masses = torch.empty_like(maxima, dtype=torch.float64)
-    given = (scores, scores.stride(0), reals, top_k, maxima)
-    Launch(masses_kernel, tuple(maxima.shape), constants, 8)(*given, masses, num_rows)
+    part_counts = torch.empty_like(maxima, dtype=torch.int32)
+    given, of_parts, vocab_size = (
+        (scores, scores.stride(0), reals, top_k),
+        tuple(maxima.shape),
+        constants["VOCAB"],
+    )
+    searched = {**constants, "DEVIATIONS": _deviations(vocab_size)}
+    Launch(masses_kernel, of_parts, searched, 8)(*given, maxima, sums, masses, part_counts, num_rows)
     candidates = scores.new_empty(num_rows, NUM_CANDIDATES)
     ids = torch.empty_like(candidates, dtype=torch.int32)
-    counts, bounds = ids.new_empty(num_rows), scores.new_empty(num_rows)
-    searched = {**constants, "DEVIATIONS": _deviations(constants["VOCAB"])}
-    Launch(select_kernel, (num_rows,), searched, 8)(*given, sums, candidates, ids, counts, bounds, num_rows)
+    counts, bounds, keys = ids.new_empty(num_rows), scores.new_empty(num_rows), ids.new_empty(num_rows)
+    Launch(select_kernel, (num_rows,), searched)(
+        *(*given, maxima, sums, part_counts, counts, bounds, keys, num_rows)
+    )
+    moved = {"VOCAB": vocab_size, "PARTS": constants["PARTS"]}
+    Launch(move_kernel, of_parts, moved, 16)(*given, part_counts, keys, candidates, ids, num_rows)
     return [masses, candidates, ids, counts, bounds]
 
 
