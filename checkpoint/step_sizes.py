@@ -8,6 +8,15 @@ a cache's size; but at least that many queries."""
 INDEX_ELEMENTS = 1 << 22
 """Scores of an indexer that a stage computes at once, if they are not of one head."""
 
+CHOICE_ROWS, CHOICE_SCORES = 128, 1 << 24
+"""Queries, and scores of an indexer, of which a GPU chooses tokens at once; but at least `CHOICE_QUERIES`."""
+CHOICE_QUERIES = 16
+"""Queries of a prompt that one program of a GPU scores."""
+CHOICE_PART = 8_192
+"""Scores from which one program of a GPU chooses, in its registers."""
+MOST_CHOSEN = CHOICE_PART // 2
+"""Tokens of a choice, at most: parts get fewer as their choices are joined."""
+
 KEPT_POSITIONS = 16_384
 """Positions below have precomputed cos and sin: 4 MB for heads of 64 in bfloat16."""
 KEY_SPLIT = 512

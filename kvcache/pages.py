@@ -81,6 +81,11 @@ class IndexKeys:
             )
         target.index_copy_(0, slots, chosen)
 
+    def store(self, layer: int) -> Tensor:
+        """All keys of one layer, [num_blocks, block_size, width], not a copy; the spare blocks come last."""
+        blocks: Tensor = self._blocks[layer]
+        return blocks
+
     def gather(self, layer: int, pages: Tensor) -> Tensor:
         """Keys [b, p * block_size, width] of one layer in `pages` int64 [b, p]."""
         blocks: Tensor = self._blocks[layer].index_select(0, pages.flatten())

@@ -17,13 +17,15 @@ from torch.nn.functional import linear
 from checkpoint import GatedDelta, KimiDelta, Mamba2
 from stage_worker.backends import tensor_views
 from stage_worker.backends.tensor_views import scale_rows, unscale_rows
-from stage_worker.model import attention_work, operations, projections
+from stage_worker.model import attention_work, indexer, operations, projections
 from stage_worker.model.attention_work import AttentionWork
+from stage_worker.model.choice_work import ChoiceGroup
 from stage_worker.model.gated_delta import SeparateDelta
 from stage_worker.model.kimi_delta import SeparateChannelDelta
 from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights
 from stage_worker.model.mamba2 import SeparateScan
 from stage_worker.model.operations import GateProjection, StateFunction, TorchOperations, limited
+from stage_worker.model.rope import rotate_
 from stage_worker.model.state_rows import StateRows
 from stage_worker.model.step_layout import LayerStates
 from stage_worker.sampling import step_rows
@@ -39,8 +41,11 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         "wire_rows": SimpleNamespace(scale_rows=scale_rows, unscale_rows=unscale_rows),
         "sampling": SimpleNamespace(choose=choose),
         "row_products": SimpleNamespace(row_product=row_product),
+        "choices": SimpleNamespace(
+            rotate_and_write_keys=rotate_and_write_keys, score=score, choose=choose_tokens
+        ),
     }
-    for module in (projections, operations, tensor_views, step_rows):
+    for module in (indexer, projections, operations, tensor_views, step_rows):
         monkeypatch.setattr(module, "load_triton", lambda name: modules[name])
 
 
@@ -110,6 +115,60 @@ def choose(
     return torch.where(bad, step_rows.NOT_FINITE, tokens)
 
 
+def rotate_and_write_keys(
+    queries: Tensor | None,
+    keys: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    *,
+    first: int,
+) -> None:
+    """See `triton_kernels.choices.rotate_and_write_keys`."""
+    keys = keys.clone()
+    for heads in (queries, keys.unsqueeze(1)):
+        if heads is not None:
+            rotate_(heads.narrow(-1, first, cos.shape[2]), cos, sin)
+    flat = pages.view(-1, keys.shape[1])
+    flat.copy_(_rows_at(flat, torch.where(slots < 0, len(flat), slots), keys))
+
+
+def score(queries: Tensor, weights: Tensor, group: ChoiceGroup, pages: Tensor) -> Tensor:
+    """See `triton_kernels.choices.score`."""
+    place, num_keys = (column[:, None] for column in group.rows.long().unbind(1))
+    items, table = group.attention.items.long(), group.attention.table.long()
+    first_pages = items.new_zeros(len(group.rows)).index_copy_(0, items.select(1, 0), items.select(1, 2))
+    tokens = torch.arange(group.longest, device=queries.device)[None]
+    is_key, size = tokens < num_keys, pages.shape[1]
+    entries = torch.where(is_key, first_pages[:, None] + tokens // size, 0)
+    slots = table.index_select(0, entries.flatten()).view(entries.shape) * size + tokens % size
+    keys = pages.view(-1, pages.shape[2]).index_select(0, torch.where(is_key, slots, 0).flatten()).float()
+    asked, factors = (_of_group(x, group) for x in (queries, weights))
+    products = torch.einsum("rhd,rsd->rhs", asked.float(), keys.view(*slots.shape, -1)).relu()
+    found = torch.einsum("rhs,rh->rs", products, factors)
+    into = torch.where(is_key, place + tokens, group.num_scores)
+    return _rows_at(weights.new_zeros(group.num_scores), into, found)
+
+
+def _of_group(rows: Tensor, group: ChoiceGroup) -> Tensor:
+    if group.queries is not None:
+        return rows.index_select(0, group.queries)
+    return rows.narrow(0, group.span[0], group.span[1] - group.span[0])
+
+
+def choose_tokens(scores: Tensor, group: ChoiceGroup, top_k: int) -> Tensor:
+    """See `triton_kernels.choices.choose`; by a stable order."""
+    place, num_keys = (column[:, None] for column in group.rows.long().unbind(1))
+    tokens = torch.arange(group.longest, device=scores.device)[None]
+    is_key = tokens < num_keys
+    places = torch.where(is_key, place + tokens, 0)
+    found = scores.index_select(0, places.flatten()).view(places.shape)
+    own = found.masked_fill(is_key.logical_not(), -torch.inf)
+    order = own.sort(dim=1, descending=True, stable=True).indices.narrow(1, 0, top_k)
+    return order.sort(dim=1).values.to(torch.int32)
+
+
 def _gathered(pages: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
     """Rows float32 [i, k, parts, kv_heads, row_width] of `slots` [i, k]."""
     rows = pages.permute(0, 3, 1, 2, 4).flatten(0, 1)
@@ -146,6 +205,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     page_scales: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> None:
     """See `triton_kernels.attention.attend`."""
     num_rows, _, row_width = query.shape
@@ -156,9 +216,13 @@ def attend(
     index = torch.arange(work.num_queries, device=query.device)[None]
     is_query, keys = index < count, begin + torch.arange(MOST_KEYS, device=query.device)
     is_key = keys < end
-    entries = torch.where(is_key, first + keys // block_size, 0)
+    tokens = keys
+    if chosen is not None:
+        places = torch.where(is_key, row * chosen.shape[1] + keys, 0)
+        tokens = chosen.flatten().long().index_select(0, places.flatten()).view(keys.shape)
+    entries = torch.where(is_key, first + tokens // block_size, 0)
     page = work.table.long().index_select(0, entries.flatten()).view(keys.shape)
-    found = _gathered(pages, page_scales, torch.where(is_key, page * block_size + keys % block_size, 0))
+    found = _gathered(pages, page_scales, torch.where(is_key, page * block_size + tokens % block_size, 0))
     found = found.masked_fill(is_key.logical_not()[:, :, None, None, None], 0.0)
     rows = torch.where(is_query, row + index, 0)
     asked = query.index_select(0, rows.flatten()).float().view(*rows.shape, kv_heads, -1, row_width)

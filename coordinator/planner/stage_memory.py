@@ -76,16 +76,12 @@ from checkpoint import (
     Compressed,
     DType,
     Experts,
-    KimiDelta,
     Latent,
     LayerPlan,
-    Mamba2,
     Mixer,
     NoFeedForward,
-    NoMixer,
     Opaque,
     Pageless,
-    Recurrent,
     ScaledDType,
     cached_bytes_per_token,
     entry_bytes_per_block,
@@ -99,19 +95,24 @@ from checkpoint import (
     state_bytes,
 )
 from checkpoint.block_indexer import BlockIndexer
+from checkpoint.choices import no_choice_kernels_because, top_k_of
 from checkpoint.held import table_bytes
 from checkpoint.implementation import Implementation
 from checkpoint.step_graphs import graph_bytes
 from checkpoint.step_sizes import (
     BLOCK_SCORES,
+    CHOICE_PART,
+    CHOICE_QUERIES,
+    CHOICE_ROWS,
+    CHOICE_SCORES,
     CHUNK_SPLIT,
-    CHUNK_TOKENS,
     FEWEST_QUERIES,
     KEPT_POSITIONS,
     KEY_SPLIT,
     SHORT_CHUNK,
 )
 from coordinator.planner.compressed_memory import CompressedStep
+from coordinator.planner.mixer_sizes import chunk_bytes, mixer_elements, recurrent_elements, rotated_width
 from coordinator.planner.plan import DeviceKind, StepLimits
 from kvcache import KvGroup, KvWindow, group_windows
 from wire.device_rates import DeviceRates
@@ -303,6 +304,8 @@ class StageMemory:
         longest = self._longest(num_blocks)
         gathered = min(self.limits.max_step_sequences * longest, num_blocks * self.block_size)
         is_in_place = device is DeviceKind.GPU_IN_PLACE
+        if is_in_place and (top_k := self._chosen_in_place()) is not None:
+            return self._choosing_bytes(role, longest, top_k)
         gathers = [not (is_in_place and self._attends_in_place(kind)) for kind in self.config.kinds]
         num_copies = 1 if device is DeviceKind.HOST else 2
         size = self.limits.max_step_tokens * longest * self._mask_bytes() if any(gathers) else 0
@@ -322,14 +325,53 @@ class StageMemory:
         size += max((step.num_bytes(longest, gathered) for step in of_entries), default=0)
         if not is_in_place:
             size += self.limits.max_step_sequences * 3 * max(self.state_bytes)
-            size += max(_chunk_bytes(kind, self.limits.max_step_tokens) for kind in self.config.kinds)
+            size += max(chunk_bytes(kind, self.limits.max_step_tokens) for kind in self.config.kinds)
         size += self._logits_bytes() if role.has_head else 0
         return size if device is DeviceKind.HOST else self._with_rotary_bytes(size, longest)
+
+    def _chosen_in_place(self) -> int | None:
+        """Tokens that kernels of a GPU choose in all layers with pages; None if they do not."""
+        kinds = self.config.kinds
+        is_native = self.implementation is Implementation.NATIVE and self.dtype is not DType.F32
+        are_opaque = any(isinstance(kind.feed_forward, Opaque) for kind in kinds)
+        if not is_native or are_opaque or no_choice_kernels_because(kinds) is not None:
+            return None
+        return top_k_of(kinds)
+
+    def _choosing_bytes(self, role: StageRole, longest: int, top_k: int) -> int:
+        """`activation_bytes` on a GPU whose kernels choose `top_k` tokens of each query that sees more.
+
+        Prompts of up to `top_k` tokens have masks, and gather and expand the latents of one sequence. Of all
+        others, a group of queries has scores, choices of parts, and results of parts of keys at a time.
+        """
+        limits, dense = self.limits, min(longest, top_k)
+        latents = {kind.mixer for kind in self.config.kinds if isinstance(kind.mixer, Latent)}
+        widest = max(latents, key=lambda mixer: mixer.num_heads * mixer.kv_rank)
+        size = limits.max_step_tokens * max(map(self._token_bytes, self.config.kinds))
+        size += limits.max_step_tokens * dense * self._mask_bytes()
+        size += max(2 * dense * self._gathered_bytes(kind) for kind in self.config.kinds)
+        size += self._expanded_bytes(widest, dense)
+        parts = -(-dense // KEY_SPLIT)
+        if parts > 1:
+            size += limits.max_step_sequences * parts * widest.num_heads * (widest.kv_rank + 2) * 4
+        if longest > top_k:
+            size += 4 * (limits.max_step_tokens * top_k + self._group_elements(longest, top_k))
+        size += self._logits_bytes() if role.has_head else 0
+        return self._with_rotary_bytes(size, longest)
+
+    def _group_elements(self, longest: int, top_k: int) -> int:
+        """Scores of a group of queries, and the choices of parts of two levels, of 4 bytes each."""
+        rows = min(CHOICE_ROWS, self.limits.max_step_tokens)
+        of_row = longest + CHOICE_QUERIES  # rounded up
+        scores = min(rows * of_row, max(CHOICE_SCORES, CHOICE_QUERIES * of_row))
+        parts = -(-longest // CHOICE_PART)
+        further = -(-parts * top_k // CHOICE_PART)
+        return scores + rows * (parts + further) * top_k
 
     def _with_rotary_bytes(self, step_bytes: int, longest: int) -> int:
         """The memory of a step with its tables of rotary angles, or while the widest one is computed."""
         mixers = [kind.mixer for kind in self.config.kinds if not isinstance(kind.mixer, Pageless)]
-        tables = {(mixer.rope, _rotated_width(mixer), mixer.query_growth) for mixer in mixers}
+        tables = {(mixer.rope, rotated_width(mixer), mixer.query_growth) for mixer in mixers}
         num_positions = min(KEPT_POSITIONS, 2 * longest)
         of_element, tokens = 2 * self.dtype.size_bytes, self.limits.max_step_tokens
         kept = (num_positions + tokens) * of_element * sum(width for _, width, _ in tables)
@@ -484,8 +526,8 @@ class StageMemory:
         # Of several streams, the old and new ones, and both and their sum in float32.
         of_streams = hidden_size * layer.num_streams * (2 * size + 3 * 4) if layer.num_streams > 1 else 0
         residual = hidden_size * (2 * size + 2 * 4) + of_streams
-        beside = 0 if layer.beside is None else _recurrent_elements(layer.beside) + hidden_size
-        attention = (_mixer_elements(layer.mixer) + beside) * size
+        beside = 0 if layer.beside is None else recurrent_elements(layer.beside) + hidden_size
+        attention = (mixer_elements(layer.mixer) + beside) * size
         inner = self._inner_bytes(layer) + self._ngram_bytes(layer)
         frames = 2 * self.config.residual_width * size
         return residual + attention + inner + frames
@@ -518,67 +560,3 @@ def _step_ps(rates: DeviceRates, num_bytes: float, products: float) -> int:
     """Picoseconds to read `num_bytes`, or to multiply and add `products` times; at least one."""
     seconds = max(num_bytes / rates.bytes_per_s, 2.0 * products / rates.operations_per_s)
     return max(1, round(seconds * 1e12))
-
-
-def _recurrent_elements(mixer: Recurrent) -> int:
-    """Elements of one token: inputs, before and after the convolution, and what is computed in float32.
-
-    Of Gated DeltaNet these are queries, keys, values and output for every value head; of Kimi Delta Attention
-    decays, too, four times while they are computed; of Mamba2 gates, channels of the convolution, inputs
-    times time steps, and output before and after its norm.
-    """
-    inputs = 2 * mixer.conv_size + mixer.o_size
-    if isinstance(mixer, Mamba2):
-        return inputs + mixer.num_heads + 2 * (mixer.conv_size + 4 * mixer.o_size + 2 * mixer.num_heads)
-    if isinstance(mixer, KimiDelta):
-        return inputs + mixer.num_heads + 2 * mixer.rank + mixer.q_size + 2 * 9 * mixer.q_size
-    return inputs + 2 * (2 * mixer.num_heads * mixer.key_dim + 3 * mixer.o_size)
-
-
-def _chunk_bytes(layer: LayerPlan, num_tokens: int) -> int:
-    """Products between the tokens of a chunk in a recurrent layer, float32: decays, their logarithms, and
-    weights of all heads. With decays per channel, keys and queries are copied with their factors, too.
-    """
-    if (mixer := layer.recurrent) is None:
-        return 0
-    chunk = min(num_tokens, CHUNK_TOKENS)
-    of_channels = 0
-    if isinstance(mixer, KimiDelta):
-        of_channels = 8 * mixer.q_size * chunk
-    return 4 * (3 * mixer.num_heads * chunk**2 + of_channels)
-
-
-def _rotated_width(mixer: Attention | Latent | Compressed) -> int:
-    """Elements of a head, or of the part of it that has positions."""
-    return mixer.head_dim if isinstance(mixer, Attention) else mixer.rope_dim
-
-
-def _mixer_elements(mixer: Mixer) -> int:
-    """Elements of one token within a mixer."""
-    if isinstance(mixer, NoMixer):
-        return 0
-    if isinstance(mixer, Recurrent):
-        return _recurrent_elements(mixer)
-    if isinstance(mixer, Latent):
-        absorbed = mixer.num_heads * (2 * mixer.kv_rank + mixer.rope_dim)
-        down = 2 * (mixer.query_rank or 0) + 2 * mixer.page_shape.width
-        # Queries of an indexer are in the run dtype and in float32.
-        index = 0 if mixer.indexer is None else 3 * (mixer.indexer.q_size + mixer.indexer.head_dim)
-        gates = 2 * mixer.o_size if mixer.has_output_gate else 0
-        return down + 2 * mixer.q_size + absorbed + 2 * mixer.o_size + gates + index
-    if isinstance(mixer, Compressed):
-        return _compressed_elements(mixer)
-    gates = mixer.q_size if mixer.has_output_gate else 0
-    index = 0 if mixer.indexer is None else 3 * mixer.indexer.num_rows
-    return 2 * (mixer.q_size + 2 * mixer.kv_size) + mixer.q_size + 2 * gates + index
-
-
-def _compressed_elements(mixer: Compressed) -> int:
-    """Elements of one token: latents and keys before and after norms, what entries are pooled of, queries
-    before and after norms, their output in float32 twice (while parts are joined) and rounded, and by group.
-    """
-    heads = mixer.q_size
-    indexer = None if mixer.compressor is None else mixer.compressor.indexer
-    index = 0 if indexer is None else 3 * (indexer.q_size + indexer.head_dim)
-    rows = 2 * mixer.query_rank + 2 * mixer.head_dim + mixer.pending_width
-    return rows + 2 * heads + 4 * heads + heads + mixer.o_size + index

@@ -46,7 +46,8 @@ _QUERIES_PER_BLOCK = 128
 class ViewRules:
     """Rules for views: the run dtype, at most `max_keys` gathered keys beyond one sequence, and at most
     `queries_per_item` queries in an item of attention work. `compressors` are those of the stage's layers;
-    their entries are in the block group without a window, of which no layer has keys then.
+    their entries are in the block group without a window, of which no layer has keys then. With `top_k`,
+    Triton kernels choose that many of a query's tokens if it sees more.
     """
 
     block_size: int
@@ -56,6 +57,11 @@ class ViewRules:
     max_keys: int
     queries_per_item: int = 16
     compressors: tuple[Compressor, ...] = ()
+    top_k: int | None = None
+
+    def does_choose(self, end_position: int) -> bool:
+        """Whether queries of a slice of several tokens that ends there choose among its tokens."""
+        return self.top_k is not None and end_position > self.top_k
 
     @property
     def gathers_decodes(self) -> bool:

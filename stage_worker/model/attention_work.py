@@ -19,7 +19,7 @@ from checkpoint.step_sizes import CHUNK_SPLIT, KEY_SPLIT, SHORT_CHUNK
 from stage_worker.model.decode_rows import Column, DecodeRows
 from stage_worker.validation import SliceLayout
 
-_UNSPLIT = 1 << 40
+UNSPLIT = 1 << 40
 
 _TILE_ROWS = 128
 """Queries times heads of one program, for rows of up to 128 elements of 2 bytes in pages."""
@@ -88,9 +88,9 @@ class HostWork:
 
         An item of the latter has at most `queries_per_item` queries.
         """
-        table, first_pages = _pages(decodes, slices, block_size)
-        queries = _blocks(decodes, rows, slices, first_rows, first_pages, queries_per_item)
-        items, merges, num_partial = _split(queries, window, block_size)
+        table, first_pages = page_table(decodes, slices, block_size)
+        queries = query_blocks(decodes, rows, slices, first_rows, first_pages, queries_per_item)
+        items, merges, num_partial = split_keys(queries, window, block_size)
         return cls._packed(items, merges, table, num_partial, queries_per_item if slices else 1)
 
     @classmethod
@@ -151,7 +151,7 @@ class HostWork:
         return end, end + self.num_merges * MERGE_FIELDS
 
 
-def _pages(decodes: DecodeRows, slices: Sequence[SliceLayout], block_size: int) -> tuple[Int32s, Column]:
+def page_table(decodes: DecodeRows, slices: Sequence[SliceLayout], block_size: int) -> tuple[Int32s, Column]:
     """Pages of all sequences up to their last position, and the place of each one's first page."""
     counts = decodes.positions // block_size + 1 - decodes.first_blocks
     are_held = np.arange(decodes.pages.shape[1]) < counts[:, None]
@@ -165,7 +165,7 @@ def _pages_of(item: SliceLayout, block_size: int) -> Column:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Blocks:
+class QueryBlocks:
     """Blocks of consecutive queries, one per entry; `splits` are the key positions between parts.
 
     `first_pages` are the places of their sequences' first pages in the table.
@@ -178,15 +178,21 @@ class _Blocks:
     first_blocks: Column
     splits: Column
 
+    def take(self, index: Column | slice) -> QueryBlocks:
+        """The blocks at `index`."""
+        parts = (self.rows, self.counts, self.first_pages, self.positions, self.first_blocks, self.splits)
+        return QueryBlocks(*(part[index] for part in parts))
 
-def _blocks(
+
+def query_blocks(
     decodes: DecodeRows,
     rows: Column,
     slices: Sequence[SliceLayout],
     first_rows: Sequence[int],
     first_pages: Column,
     queries_per_item: int,
-) -> _Blocks:
+) -> QueryBlocks:
+    """Blocks of one query of each decode, and of up to `queries_per_item` queries of `slices`."""
     num = len(decodes)
     ones = np.ones(num, np.int64)
     parts: list[tuple[Column, ...]] = [
@@ -195,16 +201,16 @@ def _blocks(
     for item, row, first_page in zip(slices, first_rows, first_pages[num:], strict=True):
         begins = np.arange(0, item.num_tokens, queries_per_item)
         size = len(begins)
-        split = CHUNK_SPLIT if item.num_tokens <= SHORT_CHUNK else _UNSPLIT
+        split = CHUNK_SPLIT if item.num_tokens <= SHORT_CHUNK else UNSPLIT
         counts = np.minimum(queries_per_item, item.num_tokens - begins)
         same = (np.full(size, number, np.int64) for number in (first_page, item.first_block, split))
         pages, first_blocks, splits = same
         positions = item.first_position + begins
         parts.append((row + begins, counts, pages, positions, first_blocks, splits))
-    return _Blocks(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return QueryBlocks(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _split(blocks: _Blocks, window: int | None, block_size: int) -> tuple[Int32s, Int32s, int]:
+def split_keys(blocks: QueryBlocks, window: int | None, block_size: int) -> tuple[Int32s, Int32s, int]:
     """Items, merges, and the number of rows of partial results."""
     end = blocks.positions + blocks.counts
     begin = np.zeros_like(end) if window is None else np.maximum(0, blocks.positions - window + 1)
@@ -233,7 +239,7 @@ def _table(columns: Sequence[Column]) -> Int32s:
     return found
 
 
-def _merges(blocks: _Blocks, num_parts: Column, first_partial: Column) -> Int32s:
+def _merges(blocks: QueryBlocks, num_parts: Column, first_partial: Column) -> Int32s:
     """One entry for each query of a block with several parts."""
     chosen = np.flatnonzero(num_parts > 1)
     counts = blocks.counts[chosen]

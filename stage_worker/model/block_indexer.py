@@ -25,7 +25,8 @@ from stage_worker.model.kernels import Kernels
 from stage_worker.model.norms import NormWeights, row_norm
 from stage_worker.model.projections import Weight, project
 from stage_worker.model.rope import Rotary, rotate_
-from stage_worker.model.step_layout import AttentionViews, LayerKv
+from stage_worker.model.step_layout import LayerKv
+from stage_worker.model.window_views import AttentionViews
 
 
 class BlockChooser:

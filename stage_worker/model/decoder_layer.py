@@ -64,7 +64,8 @@ from stage_worker.model.operations import (
 )
 from stage_worker.model.projections import project
 from stage_worker.model.rope import Rotary, RotaryTable
-from stage_worker.model.step_layout import AttentionViews, LayerKv, LayerMemory, LayerStates, StepLayout
+from stage_worker.model.step_layout import LayerKv, LayerMemory, LayerStates, StepLayout
+from stage_worker.model.window_views import AttentionViews
 
 Mix = Callable[[Tensor, LayerMemory], Tensor]
 """A mixer: rows [m, width] for normed rows [m, hidden_size], with zeros after the step's tokens."""

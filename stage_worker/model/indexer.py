@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from checkpoint import INDEX_ELEMENTS, Latent
-from stage_worker.model.kernels import Kernels
+from stage_worker.model.kernels import Kernels, load_triton
 from stage_worker.model.layer_weights import IndexerWeights
-from stage_worker.model.norms import NormWeights, row_norm
+from stage_worker.model.norms import NormWeights
+from stage_worker.model.operations import operations
 from stage_worker.model.projections import project
 from stage_worker.model.rope import RotaryTable, rotate_
+from stage_worker.model.step_layout import LayerKv
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +68,7 @@ class TokenIndexer:
         products = kernels.layer_products
         self._query = project(weights.query, None, products)
         self._key = project(weights.key, None, products)
-        self._key_norm = row_norm(self._plan.norm, norm)
+        self._key_norm = operations(kernels).norm(self._plan.norm, norm)
         self._weight = weights.weight
 
     def keys(self, normed: Tensor, rotary: RotaryTable) -> Tensor:
@@ -77,11 +79,40 @@ class TokenIndexer:
 
     def queries(self, normed: Tensor, latents: Tensor, rotary: RotaryTable) -> IndexQueries:
         """Rotated queries of the n tokens of `rotary`, for `normed` and the `latents` of queries."""
-        num_tokens = len(rotary.cos)
-        heads = self._query(latents)[:num_tokens].view(num_tokens, self._plan.num_heads, -1)
+        heads = self._heads(latents, len(rotary.cos))
         rotate_(heads[..., self._rotated], rotary.cos, rotary.sin)
-        weights = linear(normed[:num_tokens].to(torch.float32), self._weight.to(torch.float32))
-        return IndexQueries(heads.to(torch.float32), weights)
+        return IndexQueries(heads.to(torch.float32), self._weights(normed, len(heads)))
+
+    def write(
+        self, normed: Tensor, latents: Tensor, rotary: RotaryTable, kv: LayerKv, top_k: int
+    ) -> dict[tuple[int, ...], Tensor]:
+        """Write the step's keys to its pages, and choose, see `Selection.tokens`; by Triton kernels.
+
+        Queries stay in the run dtype: products of two such elements are exact in float32.
+        """
+        kernels, num_tokens = load_triton("choices"), len(rotary.cos)
+        groups, pages = kv.step.views[None].choices, kv.index.store(kv.layer)
+        keys = self._key_norm(self._key(normed))[:num_tokens]
+        heads = self._heads(latents, num_tokens) if groups else None
+        kernels.rotate_and_write_keys(
+            *(heads, keys, rotary.cos, rotary.sin, kv.writes.by_row, pages), first=self._rotated.start or 0
+        )
+        if heads is None:
+            return {}
+        weights = self._weights(normed, num_tokens)
+        found: dict[tuple[int, ...], Tensor] = {}
+        for number, group in enumerate(groups):
+            scores = kernels.score(heads, weights, group, pages)
+            found[number,] = kernels.choose(scores, group, top_k)
+        return found
+
+    def _heads(self, latents: Tensor, num_tokens: int) -> Tensor:
+        """Queries [num_tokens, heads, head_dim], not rotated."""
+        return self._query(latents)[:num_tokens].view(num_tokens, self._plan.num_heads, -1)
+
+    def _weights(self, normed: Tensor, num_tokens: int) -> Tensor:
+        """The weight of each head, float32 [num_tokens, heads]."""
+        return linear(normed[:num_tokens].to(torch.float32), self._weight.to(torch.float32))
 
 
 def chosen_tokens(scores: Tensor, count: int, hidden: Iterable[tuple[int, Tensor]]) -> Tensor:

@@ -31,6 +31,7 @@ from checkpoint import (
     WeightFormat,
 )
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind, NormSpan, QkNorm
+from checkpoint.choices import no_choice_kernels_because
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 
 _MODULE = "stage_worker.model._cpu_kernels"
@@ -283,19 +284,12 @@ def _on_gpu(config: Blueprint, device: torch.device, dtype: torch.dtype, choice:
     reason = no_triton_because(device)
     if reason is None and has_wide_latents:
         reason = "Triton kernels for latents are for bf16 and f16: tiles of float32 exceed a GPU's registers"
-    if reason is None and any(_has_choice(kind) for kind in config.kinds):
-        reason = "Triton kernels read all tokens of a sequence, an indexer chooses some"
+    reason = reason or no_choice_kernels_because(config.kinds)
     if reason is None:
         return by_triton(config)
     if choice is KernelChoice.COMPILED:
         raise KernelsUnavailable(f"--kernels compiled is not possible: {reason}")
     return _plain(config, reason)
-
-
-def _has_choice(layer: LayerPlan) -> bool:
-    """Whether queries attend to some tokens of a sequence only, which an indexer chooses."""
-    mixer = layer.mixer
-    return mixer.top_k is not None if isinstance(mixer, Latent) else mixer.index_width > 0
 
 
 def has_triton_kernels(choice: KernelChoice, device: torch.device) -> bool:

@@ -10,6 +10,7 @@
 With an indexer, or the choice of an earlier layer's (`stage_worker.model.indexer`), queries of more keys than
 `Latent.top_k` attend to the chosen ones only. One-token slices gather just these latents; longer slices hide
 the others by masks, since each of their queries has tokens of its own. Fewer keys are attended to as above.
+Triton kernels read the chosen latents of each query of either kind, absorbed.
 
 Both compute the same sums in another order. In float32 they differ by rounding only (1e-5 of the spread). In
 bfloat16, absorbed queries and mixed latents are rounded where expanded keys and values are; scores and
@@ -31,6 +32,7 @@ from checkpoint import EXPANDED_ELEMENTS, Latent
 from checkpoint.names import TensorRole
 from stage_worker.model.attention_views import DecodeView, PrefillView, QueryBlock
 from stage_worker.model.attention_work import AttentionWork
+from stage_worker.model.choice_work import ChoiceGroup
 from stage_worker.model.indexer import IndexQueries, TokenIndexer, chosen_tokens
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import LatentWeights
@@ -140,6 +142,8 @@ class LatentAttention:
         views = step.views[None]
         if views.work is not None:
             self._attend_in_pages(query, mixed, views.work, views.work_rows, kv)
+        for number, group in enumerate(views.choices):
+            self._attend_to_choice(query, mixed, group, kv, kv.selection.tokens[number,])
         for number, view in enumerate(views.decodes):
             self._decode(query, mixed, view, kv, kv.selection.tokens.get((number,)))
         prefills = zip(step.prefill_rows, views.prefills, strict=True)
@@ -160,7 +164,9 @@ class LatentAttention:
         `top_k` attend to, in this layer and in those after it without an indexer.
         """
         step, views = kv.step, kv.step.views[None]
-        assert views.work is None, "kernels that know no choice"
+        if kv.kernels.are_triton:
+            kv.selection.tokens = indexer.write(normed, latents, rotary, kv, self._top_k)
+            return
         fresh = indexer.keys(normed, rotary)
         kv.write_index(fresh)
         tokens: dict[tuple[int, ...], Tensor] = {}
@@ -234,6 +240,20 @@ class LatentAttention:
             mixed[: len(chosen)].copy_(self._values(latents))
         else:
             mixed.index_copy_(0, rows, self._values(latents))
+
+    def _attend_to_choice(
+        self, query: Tensor, mixed: Tensor, group: ChoiceGroup, kv: LayerKv, tokens: Tensor
+    ) -> None:
+        """Fill the rows of `group` in `mixed`, absorbed, from `tokens` int32 [n, top_k] of each query."""
+        rows = slice(*group.span)
+        chosen = query[rows] if group.queries is None else query.index_select(0, group.queries)
+        latents = chosen.new_empty(len(chosen), self._mixer.num_heads, self._mixer.kv_rank)
+        work = group.attention
+        attend_in_pages(self._absorbed(chosen), latents, work, self._mixer, kv, self._sinks, tokens)
+        if group.queries is None:
+            mixed[rows].copy_(self._values(latents))
+        else:
+            mixed.index_copy_(0, group.queries, self._values(latents))
 
     def _prefill(self, query: Tensor, fresh: Tensor, mixed: Tensor, view: PrefillView, kv: LayerKv) -> None:
         """Fill `mixed` [n, heads, value_dim] for the n queries of one sequence.

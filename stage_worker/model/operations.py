@@ -280,6 +280,7 @@ def attend_in_pages(
     mixer: Attention | Latent,
     kv: LayerKv,
     sinks: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> None:
     """Fill the rows of `output` that `work` names, see `triton_kernels.attention.attend`."""
     load_triton("attention").attend(
@@ -292,6 +293,7 @@ def attend_in_pages(
         softcap=mixer.softcap,
         sinks=sinks,
         page_scales=kv.scales,
+        chosen=chosen,
     )
 
 

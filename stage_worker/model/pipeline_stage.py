@@ -21,6 +21,7 @@ from checkpoint import (
     stage_weight_bytes,
 )
 from checkpoint.boundary import HIDDEN_STATES
+from checkpoint.choices import top_k_of
 from checkpoint.compressed import Compressed, compressors_of, has_entries
 from checkpoint.implementation import Implementation
 from kvcache import group_windows
@@ -186,6 +187,7 @@ class PipelineStage(ABC):
             max_keys=self._max_keys,
             queries_per_item=self._queries_per_item,
             compressors=self._compressors,
+            top_k=top_k_of(self.config.kinds) if self.kernels.are_triton else None,
         )
 
     @torch.inference_mode()

@@ -6,7 +6,6 @@ the device in one copy, with the step's other data; only masks and rotary tables
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -18,22 +17,14 @@ from checkpoint.compressed import Compressor
 from kvcache.layer_rows import LayerRows, RowKind
 from kvcache.pages import IndexKeys
 from kvcache.state_store import StateStore
-from stage_worker.model.attention_views import (
-    DecodeView,
-    HostArray,
-    OnHost,
-    Place,
-    PrefillView,
-    ViewRules,
-    decode_views,
-    prefill_view,
-)
-from stage_worker.model.attention_work import AttentionWork, HostWork, WorkRoom
+from stage_worker.model.attention_views import HostArray, OnHost, Place, ViewRules
+from stage_worker.model.attention_work import HostWork, WorkRoom
 from stage_worker.model.decode_rows import NO_DECODES, Column, DecodeRows
 from stage_worker.model.entry_layout import EntryArrays, EntryStep, entry_arrays, source_slots
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.model.rope import Rope, Rotary, RotaryTable, rotary_table
 from stage_worker.model.state_rows import HostStates, StateRows
+from stage_worker.model.window_views import AttentionViews, prefill_rows, view_of, window_views
 from stage_worker.validation import SliceLayout
 
 
@@ -107,22 +98,6 @@ class KvWrites:
     by_row: Tensor
     highest_slot: int
     begun: Tensor | None
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class AttentionViews:
-    """Keys visible to the step's queries through one window.
-
-    `decodes` covers one-token slices (in either phase: one query is computed alike), `prefills` the
-    others, in the order of `StepLayout.prefill_rows`. With Triton kernels, `work` covers one-token slices
-    instead, and the others, too, unless they have other kernels; in that case its items count only the rows
-    `work_rows` int64 [b] (None: all).
-    """
-
-    decodes: tuple[DecodeView, ...]
-    prefills: tuple[PrefillView, ...]
-    work: AttentionWork | None = None
-    work_rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -227,7 +202,7 @@ class StepArrays:
         has_entries = bool(compressors) and None in windows
         of_entries, of_keys = (compressors, ()) if has_entries else ((), compressors)
         seen = () if has_entries else windows
-        views = {window: _views(decodes, slices, ranges, window, rules) for window in seen}
+        views = {window: window_views(decodes, slices, ranges, window, rules) for window in seen}
         works = {window: found.work for window, found in views.items() if found.work is not None}
         return cls(
             rules=rules,
@@ -236,7 +211,7 @@ class StepArrays:
             slots=slots,
             by_row=by_row,
             writes=writes,
-            prefill_rows=_prefill_rows(ranges, rules),
+            prefill_rows=prefill_rows(slices, ranges, rules),
             views={window: found.views for window, found in views.items()},
             works=works,
             entries={one: entry_arrays(decodes, slices, rows, by_row, one, rules) for one in of_entries},
@@ -310,7 +285,8 @@ class Selection:
 
     `tokens` has, for each decode view by its number, and for each query block of a prefill view by both
     numbers, int32 [num_queries, top_k]: ascending indexes of gathered keys. Views and blocks with at most
-    `top_k` keys are missing.
+    `top_k` keys are missing. With Triton kernels, it has those of each of `AttentionViews.choices`, by its
+    number: indexes of tokens of the sequence.
     """
 
     tokens: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
@@ -424,14 +400,6 @@ LayerMemory = LayerKv | LayerStates | NoMemory
 """What a layer's mixer remembers, by its kind."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _WindowViews:
-    """Views through one window; `work` covers all queries, or is None."""
-
-    views: OnHost[AttentionViews]
-    work: HostWork | None = None
-
-
 def _of_works(
     rules: ViewRules,
     positions: Column,
@@ -448,84 +416,9 @@ def _of_works(
         by_row=slots,
         writes=_writes_to(slots, slots, [], []),
         prefill_rows=(),
-        views={window: _view_of(work) for window, work in works.items()},
+        views={window: view_of(work) for window, work in works.items()},
         works=works,
     )
-
-
-def _view_of(work: HostWork) -> OnHost[AttentionViews]:
-    def make(place: Place) -> AttentionViews:
-        found = work.on_device(place(work.array)) if work.num_items else None
-        return AttentionViews(decodes=(), prefills=(), work=found)
-
-    return OnHost((work.array,), make)
-
-
-def _views(
-    decodes: DecodeRows,
-    slices: Sequence[SliceLayout],
-    ranges: Sequence[tuple[int, int]],
-    window: int | None,
-    rules: ViewRules,
-) -> _WindowViews:
-    """Views of `decodes`, and of `slices` in rows `ranges`, through one window."""
-    singles = [item for item in slices if item.num_tokens == 1]
-    longer = [item for item in slices if item.num_tokens > 1]
-    rows = np.arange(len(decodes), dtype=np.int64)
-    if singles:
-        single_rows = [begin for begin, end in ranges if end - begin == 1]
-        rows = np.concatenate((rows, np.array(single_rows, np.int64)))
-        decodes = decodes + DecodeRows.of(singles)
-    if rules.kernels.decode is AttentionMethod.TRITON:
-        begins = [begin for begin, end in ranges if end - begin > 1]
-        return _work_views(decodes, rows, longer, begins, window, rules)
-    of_decodes = decode_views(decodes, rows, window, rules, are_all=not longer)
-    of_longer = [prefill_view(item, window, rules) for item in longer]
-
-    def make(place: Place) -> AttentionViews:
-        return AttentionViews(
-            decodes=tuple(view.make(place) for view in of_decodes),
-            prefills=tuple(view.make(place) for view in of_longer),
-        )
-
-    arrays = [view.arrays for view in of_decodes] + [view.arrays for view in of_longer]
-    return _WindowViews(OnHost(tuple(itertools.chain.from_iterable(arrays)), make))
-
-
-def _work_views(
-    decodes: DecodeRows,
-    rows: Column,
-    longer: Sequence[SliceLayout],
-    begins: Sequence[int],
-    window: int | None,
-    rules: ViewRules,
-) -> _WindowViews:
-    """Views for Triton kernels of `decodes` in `rows`, and of `longer` slices from rows `begins` on."""
-    has_all = rules.kernels.prefill is AttentionMethod.TRITON
-    work = HostWork.of(
-        decodes,
-        rows if has_all else np.arange(len(decodes)),
-        longer if has_all else (),
-        begins if has_all else (),
-        window=window,
-        block_size=rules.block_size,
-        queries_per_item=rules.queries_per_item,
-    )
-    others = [] if has_all else [prefill_view(item, window, rules) for item in longer]
-    if not others:
-        return _WindowViews(_view_of(work), work)
-
-    def make(place: Place) -> AttentionViews:
-        return AttentionViews(
-            decodes=(),
-            prefills=tuple(view.make(place) for view in others),
-            work=work.on_device(place(work.array)) if work.num_items else None,
-            work_rows=place(rows),
-        )
-
-    arrays: list[HostArray] = [work.array, rows]
-    arrays += itertools.chain.from_iterable(view.arrays for view in others)
-    return _WindowViews(OnHost(tuple(arrays), make))
 
 
 def _check(
@@ -538,12 +431,6 @@ def _check(
         decodes.check(block_size, window)
         for item in slices:
             item.check(block_size, window)
-
-
-def _prefill_rows(ranges: Sequence[tuple[int, int]], rules: ViewRules) -> tuple[tuple[int, int], ...]:
-    if rules.kernels.prefill is AttentionMethod.TRITON:
-        return ()
-    return tuple((begin, end) for begin, end in ranges if end - begin > 1)
 
 
 def _row_ranges(slices: Sequence[SliceLayout], begin: int) -> list[tuple[int, int]]:

@@ -72,9 +72,18 @@ def _factors(highest, other):
 
 # fmt: off
 @triton.jit
+def _places(table, chosen, keys, is_key, kv_head, NUM_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Rows of pages of `keys`, which are places in a choice if there is one."""
+    if chosen is not None:
+        keys = tl.load(chosen + keys, mask=is_key, other=0)
+    page = tl.load(table + keys // BLOCK_SIZE, mask=is_key, other=0)
+    return (page * NUM_ROWS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
+
+
+@triton.jit
 def _attend_to_range(
-    mixed, highest, total, asked, asked_tail, pages, scales, table, begin, end, positions, kv_head, scale,
-    softcap, window, ARE_SEEN: tl.constexpr, NUM_KV: tl.constexpr, KEYS: tl.constexpr,
+    mixed, highest, total, asked, asked_tail, pages, scales, table, chosen, begin, end, positions, kv_head,
+    scale, softcap, window, ARE_SEEN: tl.constexpr, NUM_KV: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr,
     IS_FP8: tl.constexpr, WIDENS: tl.constexpr,
 ):
@@ -82,8 +91,7 @@ def _attend_to_range(
     for start in range(begin, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         is_key = keys < end
-        page = tl.load(table + keys // BLOCK_SIZE, mask=is_key, other=0)
-        at = (page * (NUM_PARTS * NUM_KV) + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
+        at = _places(table, chosen, keys, is_key, kv_head, NUM_PARTS * NUM_KV, BLOCK_SIZE)
         found = _page_rows(
             pages, scales, at, is_key, asked.dtype, 0, WIDTH, asked.shape[1], ROW_WIDTH, IS_FP8
         )
@@ -116,8 +124,8 @@ def _attend_to_range(
 
 @triton.jit
 def _attend_to_keys(
-    asked, asked_tail, pages, scales, table, begin, end, first, positions, kv_head, scale, softcap, window,
-    IS_PROMPT: tl.constexpr, NUM_KV: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    asked, asked_tail, pages, scales, table, chosen, begin, end, first, positions, kv_head, scale, softcap,
+    window, IS_PROMPT: tl.constexpr, NUM_KV: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr, IS_FP8: tl.constexpr,
     WIDENS: tl.constexpr,
 ):
@@ -131,31 +139,33 @@ def _attend_to_keys(
     if IS_PROMPT and window is None:
         num_seen = tl.maximum(tl.minimum(end, first + 1) - begin, 0) // KEYS * KEYS
         mixed, highest, total = _attend_to_range(
-            mixed, highest, total, asked, asked_tail, pages, scales, table, begin, begin + num_seen,
-            positions, kv_head, scale, softcap, window, True, NUM_KV, KEYS, BLOCK_SIZE, NUM_PARTS, WIDTH,
-            ROW_WIDTH, IS_FP8, WIDENS,
+            mixed, highest, total, asked, asked_tail, pages, scales, table, chosen, begin,
+            begin + num_seen, positions, kv_head, scale, softcap, window, True, NUM_KV, KEYS, BLOCK_SIZE,
+            NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8, WIDENS,
         )
         begin += num_seen
     return _attend_to_range(
-        mixed, highest, total, asked, asked_tail, pages, scales, table, begin, end, positions, kv_head, scale,
-        softcap, window, False, NUM_KV, KEYS, BLOCK_SIZE, NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8, WIDENS,
+        mixed, highest, total, asked, asked_tail, pages, scales, table, chosen, begin, end, positions,
+        kv_head, scale, softcap, window, False, NUM_KV, KEYS, BLOCK_SIZE, NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8,
+        WIDENS,
     )
 
 
 # A work list has parts at any offset: other kernels for aligned ones would be compiled while a stage serves.
 @triton.jit(do_not_specialize_on_alignment=["table", "items"])
 def attend_kernel(
-    query, query_stride, pages, scales, table, items, sinks, output, output_stride,
+    query, query_stride, pages, scales, table, chosen, items, sinks, output, output_stride,
     mixed_parts, stats, scale, softcap, window,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr,
     NUM_KV: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, ROW_WIDTH: tl.constexpr, TAIL: tl.constexpr,
-    IS_FP8: tl.constexpr, WIDENS: tl.constexpr, ITEM_FIELDS: tl.constexpr,
+    IS_FP8: tl.constexpr, WIDENS: tl.constexpr, ITEM_FIELDS: tl.constexpr, TOP_K: tl.constexpr,
 ):
     """One item and `HEADS` of the `GROUP` heads that share a key: grid [items, NUM_KV * TILES].
 
     A row of pages has `ROW_WIDTH` elements: the first `WIDTH`, padded to `MAIN`, and a tail for scores only,
-    padded to `TAIL`. Values are the first `WIDTH` elements of the last part's rows.
+    padded to `TAIL`. Values are the first `WIDTH` elements of the last part's rows. Keys of single queries
+    are places in their rows of `chosen` [queries, TOP_K], if it is given.
     """
     # The last items of a prompt have the most keys, and begin first.
     item = items + (tl.num_programs(0) - 1 - tl.program_id(0)) * ITEM_FIELDS
@@ -166,12 +176,13 @@ def attend_kernel(
     index, in_group = lanes // HEADS, tl.program_id(1) % TILES * HEADS + lanes % HEADS
     is_lane, head = (index < num_queries) & (in_group < GROUP), kv_head * GROUP + in_group
     row = (tl.load(item) + index).to(tl.int64)
-    asked = _rows(query + row * query_stride + head * ROW_WIDTH, is_lane, 0, WIDTH, MAIN)
-    asked_tail = None
-    if TAIL > 0:
-        asked_tail = _rows(query + row * query_stride + head * ROW_WIDTH, is_lane, WIDTH, ROW_WIDTH, TAIL)
+    own = query + row * query_stride + head * ROW_WIDTH
+    asked = _rows(own, is_lane, 0, WIDTH, MAIN)
+    asked_tail = _rows(own, is_lane, WIDTH, ROW_WIDTH, TAIL) if TAIL > 0 else None
+    if chosen is not None:
+        chosen += tl.load(item).to(tl.int64) * TOP_K
     mixed, highest, total = _attend_to_keys(
-        asked, asked_tail, pages, scales, table + tl.load(item + 2), tl.load(item + 3),
+        asked, asked_tail, pages, scales, table + tl.load(item + 2), chosen, tl.load(item + 3),
         tl.load(item + 4), tl.load(item + 5), tl.load(item + 5) + index, kv_head, scale, softcap, window,
         QUERIES > 1, NUM_KV, KEYS, BLOCK_SIZE, NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8, WIDENS,
     )
@@ -181,10 +192,15 @@ def attend_kernel(
         _write_result(mixed, highest, total, sinks, head, into, is_lane, WIDTH)
     else:
         place = (partial + index).to(tl.int64) * (NUM_KV * GROUP) + head
-        _write_rows(mixed_parts + place * WIDTH, mixed, is_lane, WIDTH)
-        tl.store(stats + place * 2, highest, mask=is_lane)
-        tl.store(stats + place * 2 + 1, total, mask=is_lane)
+        _write_partial(mixed, highest, total, mixed_parts, stats, place, is_lane, WIDTH)
 # fmt: on
+
+
+@triton.jit
+def _write_partial(mixed, highest, total, mixed_parts, stats, place, is_row, WIDTH: tl.constexpr):
+    _write_rows(mixed_parts + place * WIDTH, mixed, is_row, WIDTH)
+    tl.store(stats + place * 2, highest, mask=is_row)
+    tl.store(stats + place * 2 + 1, total, mask=is_row)
 
 
 @triton.jit
@@ -315,12 +331,14 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     page_scales: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> None:
     """Fill the rows of `output` [n, heads, width] that `work` names from `query` [n, heads, row_width].
 
     `pages` is [num_blocks, parts, kv_heads, block_size, row_width]: keys and values of the same width, or one
     part that is both, of which values are the first `width` elements. `sinks` is float32 [heads].
-    `page_scales` [num_blocks, parts, kv_heads, block_size] are those of 8-bit pages.
+    `page_scales` [num_blocks, parts, kv_heads, block_size] are those of 8-bit pages. With `chosen` int32
+    [n, top_k], keys of the work are places in a query's row there, which has the keys.
     """
     num_heads, width, kv_heads = query.shape[1], output.shape[2], pages.shape[2]
     is_fp8 = pages.dtype is torch.float8_e4m3fn
@@ -328,10 +346,11 @@ def attend(
     mixed = query.new_empty((work.num_partial, num_heads, width), dtype=torch.float32)
     stats = query.new_empty((work.num_partial, num_heads, 2), dtype=torch.float32)
     constants = _constants(query, output, pages, tile, is_fp8=is_fp8)
+    constants["TOP_K"] = 0 if chosen is None else chosen.shape[1]
     grid = (len(work.items), kv_heads * constants["TILES"])
     Launch(attend_kernel, grid, constants, tile.num_warps, tile.num_stages)(
         *(query, query.stride(0), pages.view(torch.uint8) if is_fp8 else pages, page_scales),
-        *(work.table, work.items, sinks, output, output.stride(0)),
+        *(work.table, chosen, work.items, sinks, output, output.stride(0)),
         *(mixed, stats, scale, softcap, window),
     )
     if work.num_partial:

@@ -70,7 +70,7 @@ def _turned(x, other, cos, sin, into):
 
 
 @triton.jit
-def _rotated(x, y, cos, sin, lanes, is_lane, into, HALF: tl.constexpr):
+def rotated(x, y, cos, sin, lanes, is_lane, into, HALF: tl.constexpr):
     """Halves of heads, rotated; the first half of `sin` is negated."""
     cos_x = tl.load(cos + lanes, mask=is_lane, other=0.0).to(tl.float32)[None, :]
     cos_y = tl.load(cos + HALF + lanes, mask=is_lane, other=0.0).to(tl.float32)[None, :]
@@ -120,7 +120,7 @@ def heads_kernel(
         factors = weights + tl.where(is_query, 0, 2 * HALF) + lanes[None, :]
         if not IS_LATE:
             x, y = _normed(x, y, factors, mask, eps, into, HALF, ROUNDS)
-    x, y = _rotated(x, y, cos + row * table_stride, sin + row * table_stride, lanes, is_lane, into, HALF)
+    x, y = rotated(x, y, cos + row * table_stride, sin + row * table_stride, lanes, is_lane, into, HALF)
     if weights is not None and IS_LATE:
         x, y = _normed(x, y, factors, mask, eps, into, HALF, ROUNDS)
     tl.store(own, x.to(into), mask=mask & is_query)

@@ -28,6 +28,7 @@ from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind
 from checkpoint.held import HeldBytes, HeldNibbles
 from checkpoint.recurrent import Recurrent
 from stage_worker.model.attention_work import AttentionWork, HostWork, queries_per_item
+from stage_worker.model.choice_work import BLOCK_FIELDS, ROW_FIELDS, ChoiceGroup
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
 from stage_worker.model.kimi_delta import BatchedGates
@@ -37,7 +38,7 @@ from stage_worker.model.operations import StateFunction
 from stage_worker.model.state_rows import SEQUENCE_FIELDS, StateRows
 from stage_worker.model.step_layout import LayerStates
 from stage_worker.model.triton_kernels import attention as attention_kernels
-from stage_worker.model.triton_kernels import gates, heads, launch, sampling
+from stage_worker.model.triton_kernels import choices, gates, heads, launch, sampling
 from stage_worker.model.triton_kernels import wire_rows as wire
 from stage_worker.model.triton_kernels.attention import attend
 from stage_worker.model.triton_kernels.byte_products import byte_expert_products, byte_product
@@ -126,6 +127,30 @@ def head_step(
         plan=heads.HeadPlan(norm=norm if has_norm else None, value_eps=1e-6 if has_norm else None),
         page_scales=None if element is None else new(pages.shape[:-1], dtype=F32),
     )
+
+
+def chosen_group(num_queries: int, longest: int) -> ChoiceGroup:
+    return ChoiceGroup(
+        span=(0, num_queries),
+        queries=None,
+        blocks=new((num_queries, BLOCK_FIELDS), dtype=torch.int32),
+        rows=new((num_queries, ROW_FIELDS), dtype=torch.int32),
+        attention=work(is_decode=True, group=128, row_width=576, dtype=BF16),
+        num_scores=num_queries * longest,
+        longest=longest,
+    )
+
+
+def chosen_tokens(num_heads: int, dtype: torch.dtype, *, first: int = 0, top_k: int = 2048) -> None:
+    """Of 163,840 tokens, which takes three levels."""
+    group = chosen_group(64, 163_840)
+    queries, keys = new((64, num_heads, 128), dtype=dtype), new((64, 128), dtype=dtype)
+    pages, slots = new((100, 16, 128), dtype=dtype), new(64, dtype=torch.int64)
+    table = new((64, 1, 64), dtype=dtype)
+    for given in (queries, None):
+        choices.rotate_and_write_keys(given, keys, table, table, slots, pages, first=first)
+    scores = choices.score(queries, new((64, num_heads), dtype=F32), group, pages)
+    choices.choose(scores, group, top_k)
 
 
 def norms(width: int, kind: NormKind, dtype: torch.dtype) -> None:
@@ -350,7 +375,10 @@ def _cases() -> dict[str, Callable[[], None]]:
             )
     for name, dtype in (("bf16", BF16), ("f16", F16), ("f32", F32)):
         if dtype is not F32:
-            cases[f"latents-{name}"] = partial(attention, 128, 1, 512, dtype, is_decode=True, tail=64)
+            latents = partial(attention, 128, 1, 512, dtype, is_decode=True, tail=64)
+            cases[f"latents-{name}"] = latents
+            cases[f"chosen-latents-{name}"] = partial(latents, chosen=new((100, 2048), dtype=torch.int32))
+            cases[f"choices-{name}"] = partial(chosen_tokens, 64, dtype)
         cases[f"heads-{name}"] = partial(head_step, 32, 8, 128, dtype)
         cases[f"norms-{name}"] = partial(norms, 8192, NormKind.RMS, dtype)
         cases[f"gate-{name}"] = partial(gate, Activation.SILU, dtype)
@@ -358,6 +386,12 @@ def _cases() -> dict[str, Callable[[], None]]:
     for name, dtype in (("bf16", BF16), ("f16", F16)):
         cases[f"row-{name}"] = partial(row, 28672, 4096, dtype)
         cases[f"odd-row-{name}"] = partial(row, 50_257, 2880, dtype)
+    for element in (torch.float8_e4m3fn, torch.int8):
+        name = str(element).removeprefix("torch.")
+        cases[f"chosen-latents-{name}"] = partial(
+            latents, element=element, chosen=new((100, 2048), dtype=torch.int32)
+        )
+    cases["choices-few-heads"] = partial(chosen_tokens, 32, BF16, first=64, top_k=1000)
     cases["experts-many-rows"] = partial(experts, 65536, BF16)
     cases["experts-with-biases"] = partial(experts, 4096, BF16, has_bias=True)
     cases["heads-qk-norm-fp8"] = partial(

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from checkpoint import Checkpoint
 from stage_worker.model import attention_work
 from stage_worker.model.kernels import Kernels, by_triton
-from stage_worker.model.triton_kernels import launch
+from stage_worker.model.triton_kernels import choices, launch
 from tests.families import FAMILIES, make_family
 from tests.unit.stage_worker.model.pipeline import Pipeline, Running, states_of
 from tests.unit.stage_worker.model.test_parity import random_sequences
@@ -32,21 +32,30 @@ _VIEWS |= {"split_with_sizes", "as_strided", "empty", "new_empty", "empty_stride
 _VIEWS |= {"empty_like", "unbind", "lift_fresh"}
 
 
-_CHOICES = {"index_topk", "indexer_budget"}
-READ_WHOLE = [name for name, settings in FAMILIES.items() if not _CHOICES & settings.keys()]
-"""Families whose queries attend to all tokens: `Kernels.of` leaves those with indexers to torch."""
+_BY_TORCH = ("deepseek_v4", "qwen4_exp_text")
+COMPUTED = [name for name in FAMILIES if name not in _BY_TORCH]
+"""Families without attention to entries or to blocks of tokens, which `Kernels.of` leaves to torch."""
 
 
-@pytest.fixture(scope="module", params=READ_WHOLE)
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From which tokens are chosen."""
+    monkeypatch.setattr(choices, "CHOICE_PART", 64)
+
+
+@pytest.fixture(scope="module", params=COMPUTED)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.open(make_family(tmp_path_factory.mktemp(request.param) / "model", request.param))
 
 
-STEPS = ((14, 1, 6), (9, 1, 1), (1, 1, 1))
-"""Tokens of three sequences: prompts, a chunk beside decodes, decodes."""
+STEPS = ((14, 1, 26), (14, 1, 1), (1, 1, 1))
+"""Tokens of three sequences: prompts, a chunk beside decodes, decodes; chunks begin before and end after the
+24 tokens of a choice.
+"""
 
 
-def logits(checkpoint: Checkpoint, kernels: Kernels | None, *, cut: int = 2) -> Tensor:
+def logits(checkpoint: Checkpoint, kernels: Kernels | None) -> Tensor:
+    cut = min(checkpoint.config.legal_cuts - {1})
     pipeline = Pipeline(checkpoint, cuts=(cut,), kernels=kernels)
     vocab_size = min(128, checkpoint.config.vocab_size)
     sequences = random_sequences([sum(counts) for counts in zip(*STEPS, strict=True)], vocab_size)

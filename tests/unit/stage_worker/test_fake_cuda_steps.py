@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from checkpoint import Checkpoint
 from kvcache.states import CopyState, TakeState
 from stage_worker.assignment import Assignment
 from stage_worker.backends.step_graphs import Graph, GraphRecorder
 from stage_worker.executor import StepExecutor
+from stage_worker.model import indexer, row_orders
+from stage_worker.model.choice_work import ChoiceGroup
 from stage_worker.model.kernels import by_triton
+from tests import torch_kernels
 from tests.checkpoints import make_checkpoint
 from tests.fake_cuda import DEVICE, FakeCudaQueue, fake_cuda
 from tests.families import make_family
@@ -135,6 +139,41 @@ def test_a_step_with_states_is_one_copy_to_the_device_and_one_back(
     """By torch's operators; changes of slots are copies on the device."""
     for kind, copies in copies_of(SAMPLINGS["greedy"], stage, tmp_path, family, StepExecutor.run):
         assert copies == (1, 1), kind
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"first_k_dense_replace": 99},
+    "glm_moe_dsa": {"mlp_layer_types": ["dense"] * 3, "indexer_types": ["full", "shared", "full"]},
+}
+"""Families whose queries choose 24 of up to 46 tokens, without experts, which torch's operators wait for."""
+
+
+@pytest.mark.parametrize("family", CHOICES)
+def test_a_step_with_choices_is_one_copy_to_the_device_and_one_back(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stage of a layer with an indexer and, in one of the families, a layer that shares its choice."""
+    use_torch_kernels(monkeypatch)
+    monkeypatch.setattr(row_orders, "head_order", lambda *_: None)  # of weights, while they are loaded
+    widths = []
+    choose = torch_kernels.choose_tokens
+
+    def seen(scores: Tensor, group: ChoiceGroup, top_k: int) -> Tensor:
+        widths.append(top_k)
+        return choose(scores, group, top_k)
+
+    monkeypatch.setattr(indexer.load_triton("choices"), "choose", seen)
+    model = make_family(tmp_path / "model", family, num_layers=3, **CHOICES[family])
+    assignment = replace(new_assignment(model, stage=0), layer_end=2)
+    with fake_cuda() as copies:
+        executor = staged_executor(assignment, FakeCudaQueue(), DEVICE, new_kernels=by_triton)
+        executor.begin_epoch(1, stage=0)
+        for kind, step in steps(Log(assignment), SAMPLINGS["greedy"]):
+            copies.counts.clear()
+            executor.run(Frame(step, ()))
+            assert (copies.counts["up"], copies.counts["down"]) == (1, 1), kind
+    assert len(widths) >= 4
+    assert set(widths) == {24}
 
 
 @pytest.mark.parametrize("samplings", NEED_A_LOOK.values(), ids=NEED_A_LOOK.keys())

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from checkpoint import INDEX_ELEMENTS, Blueprint, DType, Latent, ScaledDType, parse_config
-from checkpoint.step_sizes import EXPANDED_ELEMENTS
+from checkpoint.step_sizes import CHOICE_SCORES, EXPANDED_ELEMENTS
 from coordinator.planner.layer_kinds import layer_kinds
 from coordinator.planner.plan import DeviceKind, format_ranges
 from coordinator.planner.planner import make_plan
@@ -121,6 +121,32 @@ def test_the_choice_is_counted_where_sequences_may_be_longer_than_it() -> None:
     scores = INDEX_ELEMENTS * 4
     choice = USUAL_STEPS.max_step_tokens * 2048 * 4
     assert sizes[1] - sizes[0] > scores + choice
+
+
+def test_kernels_of_gpus_gather_no_more_than_a_choice() -> None:
+    """Of 160 K tokens, a GPU holds scores of a group of queries; torch's operators gather all sequences."""
+    config = parse_config(V32)
+    found = {}
+    for dtype in (DType.BF16, DType.F32):
+        memory = StageMemory(
+            config=config,
+            dtype=dtype,
+            limits=replace(USUAL_STEPS, max_sequence_tokens=163_840),
+            block_size=16,
+            num_stages=8,
+        )
+        found[dtype] = [
+            memory.activation_bytes(StageRole.MIDDLE, num_blocks, DeviceKind.GPU_IN_PLACE)
+            for num_blocks in (128, 129, 10_240, 40_960)
+        ]
+    short, longer, longest, many = found[DType.BF16]
+    choice = USUAL_STEPS.max_step_tokens * 2048 * 4
+    scores = CHOICE_SCORES + 128 * (20 + 5) * 2048
+    assert longer - short > choice
+    assert longest - short < choice + scores * 4 + 16 * 1024**2
+    assert many == longest
+    of_latents = (40_960 - 10_240) * 16 * 576 * 4
+    assert found[DType.F32][3] - found[DType.F32][2] > of_latents
 
 
 def test_hy_4_begins_stages_where_layers_choose_and_hands_on_four_streams() -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import Checkpoint, DType, parse_config
+from checkpoint import Blueprint, Checkpoint, DType, parse_config
+from checkpoint.blueprint import Indexer
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.decoder_layer import DecoderLayer
@@ -423,15 +424,38 @@ def test_latents_in_float32_are_left_to_torch(gpu: torch.device) -> None:
     assert Kernels.of(config, gpu, torch.float16).decode is AttentionMethod.TRITON
 
 
+def with_mixers(config: Blueprint, **changes: object) -> Blueprint:
+    """`config` with these fields of all mixers."""
+    layers = [replace(layer, mixer=replace(layer.mixer, **changes)) for layer in config.layers]  # type: ignore[arg-type]
+    return replace(config, layers=tuple(layers))
+
+
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "hy_v4"])
-def test_chosen_tokens_are_left_to_torch(family: str, gpu: torch.device) -> None:
-    """Triton kernels read all tokens of a sequence."""
+def test_kernels_choose_tokens(family: str, gpu: torch.device) -> None:
     config = parse_config(config_of(family))
-    chosen = Kernels.of(config, gpu, torch.bfloat16)
-    assert (chosen.decode, chosen.prefill) == (AttentionMethod.PRODUCTS, AttentionMethod.PRODUCTS)
-    assert "an indexer chooses some" in str(chosen)
-    with pytest.raises(KernelsUnavailable, match=r"compiled is not possible: .* an indexer chooses some"):
-        Kernels.of(config, gpu, torch.bfloat16, KernelChoice.COMPILED)
+    for dtype in (torch.bfloat16, torch.float16):
+        chosen = Kernels.of(config, gpu, dtype)
+        assert (chosen.decode, chosen.prefill) == (AttentionMethod.TRITON, AttentionMethod.PRODUCTS)
+    assert Kernels.of(config, gpu, torch.float32).decode is AttentionMethod.PRODUCTS
+
+
+def test_choices_that_kernels_do_not_make_are_left_to_torch(gpu: torch.device) -> None:
+    config = parse_config(config_of("deepseek_v32"))
+    indexer = config.layers[0].mixer.indexer  # type: ignore[union-attr]
+    assert isinstance(indexer, Indexer)
+    first, *others = config.layers
+    unequal = (replace(first, mixer=replace(first.mixer, top_k=8)), *others)  # type: ignore[arg-type]
+    for other, reason in (
+        (with_mixers(config, top_k=4097), "choose up to 4096 tokens, not 4097"),
+        (with_mixers(config, indexer=replace(indexer, num_heads=256)), "no indexer of 256 heads of 16"),
+        (replace(config, layers=unequal), "as many tokens in each layer"),
+        (parse_config(config_of("qwen4_exp_text")), "no blocks of tokens"),
+    ):
+        chosen = Kernels.of(other, gpu, torch.bfloat16)
+        assert (chosen.decode, chosen.prefill) == (AttentionMethod.PRODUCTS, AttentionMethod.PRODUCTS)
+        assert reason in str(chosen)
+        with pytest.raises(KernelsUnavailable, match=f"compiled is not possible: .* {reason}"):
+            Kernels.of(other, gpu, torch.bfloat16, KernelChoice.COMPILED)
 
 
 def test_an_older_compiled_module_is_not_used(

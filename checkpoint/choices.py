@@ -1,0 +1,42 @@
+"""Choices of tokens in sparse attention that kernels of GPUs compute."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from checkpoint.blueprint import Attention, Latent, LayerPlan
+from checkpoint.recurrent import Pageless
+from checkpoint.step_sizes import MOST_CHOSEN
+
+_MOST_HEADS, _MOST_WIDTH = 128, 256
+"""Heads of an indexer, and their width, that registers and shared memory of one program hold."""
+
+
+def top_k_of(layers: Collection[LayerPlan]) -> int | None:
+    """Tokens that queries of all layers with latents choose; None if they attend to all."""
+    found = {layer.mixer.top_k for layer in layers if isinstance(layer.mixer, Latent)}
+    return found.pop() if len(found) == 1 else None
+
+
+def no_choice_kernels_because(layers: Collection[LayerPlan]) -> str | None:
+    """Why kernels of GPUs do not choose what queries of `layers` attend to; None if they do, or if queries
+    attend to all tokens.
+    """
+    mixers = [layer.mixer for layer in layers if not isinstance(layer.mixer, Pageless)]
+    if any(isinstance(mixer, Attention) and mixer.indexer is not None for mixer in mixers):
+        return "Triton kernels choose tokens, and no blocks of tokens"
+    latents = [mixer for mixer in mixers if isinstance(mixer, Latent)]
+    if all(mixer.top_k is None for mixer in latents):
+        return None
+    if len({mixer.top_k for mixer in latents}) > 1 or len(latents) < len(mixers):
+        return "Triton kernels choose as many tokens in each layer with pages"
+    for mixer in latents:
+        assert mixer.top_k is not None, "layers with a choice"
+        if mixer.top_k > MOST_CHOSEN:
+            return f"Triton kernels choose up to {MOST_CHOSEN} tokens, not {mixer.top_k}"
+        if (indexer := mixer.indexer) is None:
+            continue
+        if indexer.num_heads > _MOST_HEADS or indexer.head_dim > _MOST_WIDTH or mixer.rope_dim < 2:
+            size = f"{indexer.num_heads} heads of {indexer.head_dim}, {mixer.rope_dim} of them rotated"
+            return f"Triton kernels have no indexer of {size}"
+    return None

@@ -1,0 +1,80 @@
+"""What one token, or a chunk of tokens, takes within a mixer: part of a stage's memory."""
+
+from __future__ import annotations
+
+from checkpoint import (
+    Attention,
+    Compressed,
+    KimiDelta,
+    Latent,
+    LayerPlan,
+    Mamba2,
+    Mixer,
+    NoMixer,
+    Recurrent,
+)
+from checkpoint.step_sizes import CHUNK_TOKENS
+
+
+def recurrent_elements(mixer: Recurrent) -> int:
+    """Elements of one token: inputs, before and after the convolution, and what is computed in float32.
+
+    Of Gated DeltaNet these are queries, keys, values and output for every value head; of Kimi Delta Attention
+    decays, too, four times while they are computed; of Mamba2 gates, channels of the convolution, inputs
+    times time steps, and output before and after its norm.
+    """
+    inputs = 2 * mixer.conv_size + mixer.o_size
+    if isinstance(mixer, Mamba2):
+        return inputs + mixer.num_heads + 2 * (mixer.conv_size + 4 * mixer.o_size + 2 * mixer.num_heads)
+    if isinstance(mixer, KimiDelta):
+        return inputs + mixer.num_heads + 2 * mixer.rank + mixer.q_size + 2 * 9 * mixer.q_size
+    return inputs + 2 * (2 * mixer.num_heads * mixer.key_dim + 3 * mixer.o_size)
+
+
+def chunk_bytes(layer: LayerPlan, num_tokens: int) -> int:
+    """Products between the tokens of a chunk in a recurrent layer, float32: decays, their logarithms, and
+    weights of all heads. With decays per channel, keys and queries are copied with their factors, too.
+    """
+    if (mixer := layer.recurrent) is None:
+        return 0
+    chunk = min(num_tokens, CHUNK_TOKENS)
+    of_channels = 0
+    if isinstance(mixer, KimiDelta):
+        of_channels = 8 * mixer.q_size * chunk
+    return 4 * (3 * mixer.num_heads * chunk**2 + of_channels)
+
+
+def rotated_width(mixer: Attention | Latent | Compressed) -> int:
+    """Elements of a head, or of the part of it that has positions."""
+    return mixer.head_dim if isinstance(mixer, Attention) else mixer.rope_dim
+
+
+def mixer_elements(mixer: Mixer) -> int:
+    """Elements of one token within a mixer."""
+    if isinstance(mixer, NoMixer):
+        return 0
+    if isinstance(mixer, Recurrent):
+        return recurrent_elements(mixer)
+    if isinstance(mixer, Latent):
+        absorbed = mixer.num_heads * (2 * mixer.kv_rank + mixer.rope_dim)
+        down = 2 * (mixer.query_rank or 0) + 2 * mixer.page_shape.width
+        # Queries of an indexer are in the run dtype and in float32.
+        index = 0 if mixer.indexer is None else 3 * (mixer.indexer.q_size + mixer.indexer.head_dim)
+        gates = 2 * mixer.o_size if mixer.has_output_gate else 0
+        return down + 2 * mixer.q_size + absorbed + 2 * mixer.o_size + gates + index
+    if isinstance(mixer, Compressed):
+        return _compressed_elements(mixer)
+    gates = mixer.q_size if mixer.has_output_gate else 0
+    index = 0 if mixer.indexer is None else 3 * mixer.indexer.num_rows
+    return 2 * (mixer.q_size + 2 * mixer.kv_size) + mixer.q_size + 2 * gates + index
+
+
+def _compressed_elements(mixer: Compressed) -> int:
+    """Elements of one token: latents and keys before and after norms, what entries are pooled of, queries
+    before and after norms, their output in float32 twice (while parts are joined) and rounded, and by group.
+    """
+    heads = mixer.q_size
+    indexer = None if mixer.compressor is None else mixer.compressor.indexer
+    index = 0 if indexer is None else 3 * (indexer.q_size + indexer.head_dim)
+    rows = 2 * mixer.query_rank + 2 * mixer.head_dim + mixer.pending_width
+    return rows + 2 * heads + 4 * heads + heads + mixer.o_size + index

@@ -1,0 +1,182 @@
+"""Views of the keys that a step's queries attend to through one window: gathered, in place, or chosen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from stage_worker.model.attention_views import (
+    DecodeView,
+    HostArray,
+    OnHost,
+    Place,
+    PrefillView,
+    ViewRules,
+    decode_views,
+    prefill_view,
+)
+from stage_worker.model.attention_work import AttentionWork, HostWork
+from stage_worker.model.choice_work import ChoiceGroup, choice_groups
+from stage_worker.model.decode_rows import NO_DECODES, Column, DecodeRows
+from stage_worker.model.kernels import AttentionMethod
+from stage_worker.validation import SliceLayout
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AttentionViews:
+    """Keys visible to the step's queries through one window.
+
+    `decodes` covers one-token slices (in either phase: one query is computed alike), `prefills` the
+    others, in the order of `StepLayout.prefill_rows`. With Triton kernels, `work` covers one-token slices
+    instead, and the others, too, unless they have other kernels; in that case its items count only the rows
+    `work_rows` int64 [b] (None: all). Slices of which queries choose among their tokens are in `choices`
+    instead.
+    """
+
+    decodes: tuple[DecodeView, ...]
+    prefills: tuple[PrefillView, ...]
+    work: AttentionWork | None = None
+    work_rows: Tensor | None = None
+    choices: tuple[ChoiceGroup, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowViews:
+    """Views through one window; `work` covers all queries, or is None."""
+
+    views: OnHost[AttentionViews]
+    work: HostWork | None = None
+
+
+def view_of(work: HostWork) -> OnHost[AttentionViews]:
+    """The view of a step whose queries are all in `work`."""
+
+    def make(place: Place) -> AttentionViews:
+        found = work.on_device(place(work.array)) if work.num_items else None
+        return AttentionViews(decodes=(), prefills=(), work=found)
+
+    return OnHost((work.array,), make)
+
+
+def window_views(
+    decodes: DecodeRows,
+    slices: Sequence[SliceLayout],
+    ranges: Sequence[tuple[int, int]],
+    window: int | None,
+    rules: ViewRules,
+) -> WindowViews:
+    """Views of `decodes`, and of `slices` in rows `ranges`, through `window`."""
+    singles = [item for item in slices if item.num_tokens == 1]
+    longer = [item for item in slices if item.num_tokens > 1]
+    rows = np.arange(len(decodes), dtype=np.int64)
+    if singles:
+        single_rows = [begin for begin, end in ranges if end - begin == 1]
+        rows = np.concatenate((rows, np.array(single_rows, np.int64)))
+        decodes = decodes + DecodeRows.of(singles)
+    if rules.kernels.decode is AttentionMethod.TRITON:
+        begins = [begin for begin, end in ranges if end - begin > 1]
+        return _work_views(decodes, rows, longer, begins, window, rules)
+    of_decodes = decode_views(decodes, rows, window, rules, are_all=not longer)
+    of_longer = [prefill_view(item, window, rules) for item in longer]
+
+    def make(place: Place) -> AttentionViews:
+        return AttentionViews(
+            decodes=tuple(view.make(place) for view in of_decodes),
+            prefills=tuple(view.make(place) for view in of_longer),
+        )
+
+    arrays = [view.arrays for view in of_decodes] + [view.arrays for view in of_longer]
+    return WindowViews(OnHost(tuple(itertools.chain.from_iterable(arrays)), make))
+
+
+def _work_views(
+    decodes: DecodeRows,
+    rows: Column,
+    longer: Sequence[SliceLayout],
+    begins: Sequence[int],
+    window: int | None,
+    rules: ViewRules,
+) -> WindowViews:
+    """Views for Triton kernels of `decodes` in `rows`, and of `longer` slices from rows `begins` on."""
+    if rules.top_k is not None:
+        return _views_of_choices(decodes, rows, longer, begins, rules.top_k, rules)
+    has_all = rules.kernels.prefill is AttentionMethod.TRITON
+    work = HostWork.of(
+        decodes,
+        rows if has_all else np.arange(len(decodes)),
+        longer if has_all else (),
+        begins if has_all else (),
+        window=window,
+        block_size=rules.block_size,
+        queries_per_item=rules.queries_per_item,
+    )
+    others = [] if has_all else [prefill_view(item, window, rules) for item in longer]
+    if not others:
+        return WindowViews(view_of(work), work)
+    return WindowViews(_view_of_both(work, rows, others, None))
+
+
+def _views_of_choices(
+    decodes: DecodeRows,
+    rows: Column,
+    longer: Sequence[SliceLayout],
+    begins: Sequence[int],
+    top_k: int,
+    rules: ViewRules,
+) -> WindowViews:
+    """Like `_work_views`, where queries of more than `top_k` tokens choose among them."""
+    do_choose = [item.end_position > top_k for item in longer]
+    chosen = list(itertools.compress(longer, do_choose))
+    first_rows = list(itertools.compress(begins, do_choose))
+    decode_choices = len(decodes) > 0 and int(decodes.positions.max()) >= top_k
+    groups = None
+    if decode_choices or chosen:
+        choosing = (decodes, rows) if decode_choices else (NO_DECODES, rows[:0])
+        groups = choice_groups(*choosing, chosen, first_rows, top_k=top_k, block_size=rules.block_size)
+    kept, kept_rows = (NO_DECODES, rows[:0]) if decode_choices else (decodes, rows)
+    work = HostWork.of(
+        kept, np.arange(len(kept)), window=None, block_size=rules.block_size, queries_per_item=1
+    )
+    others = [prefill_view(item, None, rules) for item in longer if item.end_position <= top_k]
+    if groups is None and not others:
+        return WindowViews(view_of(work), work)
+    return WindowViews(_view_of_both(work, kept_rows, others, groups))
+
+
+def _view_of_both(
+    work: HostWork,
+    rows: Column,
+    others: Sequence[OnHost[PrefillView]],
+    groups: OnHost[tuple[ChoiceGroup, ...]] | None,
+) -> OnHost[AttentionViews]:
+    """`work` of one-token slices in `rows`, views of longer ones, and groups of queries that choose."""
+
+    def make(place: Place) -> AttentionViews:
+        return AttentionViews(
+            decodes=(),
+            prefills=tuple(view.make(place) for view in others),
+            work=work.on_device(place(work.array)) if work.num_items else None,
+            work_rows=place(rows),
+            choices=() if groups is None else groups.make(place),
+        )
+
+    arrays: list[HostArray] = [work.array, rows]
+    arrays += itertools.chain.from_iterable(view.arrays for view in others)
+    return OnHost((*arrays, *(() if groups is None else groups.arrays)), make)
+
+
+def prefill_rows(
+    slices: Sequence[SliceLayout], ranges: Sequence[tuple[int, int]], rules: ViewRules
+) -> tuple[tuple[int, int], ...]:
+    """The rows of `AttentionViews.prefills`, of `slices` in rows `ranges`."""
+    if rules.kernels.prefill is AttentionMethod.TRITON:
+        return ()
+    return tuple(
+        (begin, end)
+        for item, (begin, end) in zip(slices, ranges, strict=True)
+        if end - begin > 1 and not rules.does_choose(item.end_position)
+    )
