@@ -269,19 +269,13 @@ def _load(
     started = time.perf_counter()
     cache.end_stage()
     files = resources.open(assignment, progress)
-    stored = files.checkpoint
-    _check_model(assignment, stored)
-    weighted = stored.with_weights(assignment.weights)
-    holding = weighted.with_stored(holds_stored=assignment.holds_stored)
-    checkpoint = holding.with_long_rope(is_long=assignment.has_long_rope)
+    checkpoint = _as_assigned(files.checkpoint, assignment)
     model = _new_model(assignment, checkpoint, resources)
     kv_bytes = kv_bytes_of(assignment, checkpoint.config)
     _check_memory(assignment, resources, model, kv_bytes=kv_bytes)
     if not assignment.role.has_head:
         cache.drop_grammars()
-    opened = time.perf_counter()
-    _read(model, checkpoint, files, progress, cache, resources)
-    read = time.perf_counter()
+    read_ms = _read(model, checkpoint, files, progress, cache, resources)
     compute = _new_compute(assignment, checkpoint, model, cache, resources, kv_bytes=kv_bytes)
     executor = StepExecutor(assignment, compute)
     loaded = time.perf_counter()
@@ -304,8 +298,16 @@ def _load(
         fetched_bytes=files.fetched_bytes,
         pinned_bytes=_staging_bytes(assignment, checkpoint.config, resources.device),
         largest_step_bytes=largest_step_bytes,
-        read_ms=round((read - opened) * 1e3),
+        read_ms=read_ms,
     )
+
+
+def _as_assigned(stored: Checkpoint, assignment: Assignment) -> Checkpoint:
+    """The checkpoint with the weights' formats and the positions of a plan. Raises like `_check_model`."""
+    _check_model(assignment, stored)
+    weighted = stored.with_weights(assignment.weights)
+    holding = weighted.with_stored(holds_stored=assignment.holds_stored)
+    return holding.with_long_rope(is_long=assignment.has_long_rope)
 
 
 def _read(
@@ -315,12 +317,14 @@ def _read(
     progress: LoadProgress,
     cache: StageCache,
     resources: WorkerResources,
-) -> None:
-    """Read what the stage needs and `cache` lacks."""
+) -> int:
+    """Read what the stage needs and `cache` lacks; returns the milliseconds that it took."""
+    started = time.perf_counter()
     copies = resources.new_copies(model.device)
     read = model.load(checkpoint, parts=cache.parts, progress=progress, prepare=files.prepare, copies=copies)
     free_memory(model.device)
     log.debug("%s; read_bytes=%d", read, read.num_bytes)
+    return round((time.perf_counter() - started) * 1e3)
 
 
 def _warm_up(
