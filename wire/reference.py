@@ -58,7 +58,7 @@ class Reference:
     """Reference outputs of one model in one dtype; both statistics are root mean squares over all rows.
 
     `logit_spread` is the standard deviation of the logits over the vocabulary. `rounding` is the change of
-    log-probabilities caused by rounding to the run dtype.
+    log-probabilities caused by rounding to the run dtype, which may also choose other experts.
     """
 
     texts: tuple[TextReference, ...]
