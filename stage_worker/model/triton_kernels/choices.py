@@ -189,10 +189,8 @@ def choice_kernel(
     is_chosen, place = _chosen(keys, tl.minimum(num_left - begin, TOP_K))
     if LEVEL > 0:
         tokens = tl.load(sources + lanes, mask=is_chosen, other=0)
-    into = chosen + row.to(tl.int64) * TOP_K
-    if targets is not None:
-        further = targets + row.to(tl.int64) * target_stride + tl.program_id(1) * TOP_K
-        into = tl.where(num_left <= PART, into, further)
+    further = targets + row.to(tl.int64) * target_stride + tl.program_id(1) * TOP_K
+    into = tl.where(num_left <= PART, chosen + row.to(tl.int64) * TOP_K, further)
     tl.store(into + place, tokens, mask=is_chosen)
 # fmt: on
 
@@ -264,11 +262,12 @@ def choose(scores: Tensor, group: ChoiceGroup, top_k: int) -> Tensor:
     chosen = group.rows.new_empty(num_rows, top_k)
     found = None
     for level, num_parts in enumerate(_parts_of_levels(group.longest, top_k)):
-        following = None if num_parts == 1 else group.rows.new_empty(num_rows, num_parts * top_k)
+        # The last level has no targets, but the same kernel as one that is not the last.
+        following = chosen if num_parts == 1 else group.rows.new_empty(num_rows, num_parts * top_k)
         constants = {"TOP_K": top_k, "LEVEL": level, "PART": CHOICE_PART, "FIELDS": ROW_FIELDS}
         Launch(choice_kernel, (num_rows, num_parts), constants, 16)(
             *(group.rows, scores, found, 0 if found is None else found.shape[1]),
-            *(following, 0 if following is None else following.shape[1], chosen),
+            *(following, following.shape[1], chosen),
         )
         found = following
     return chosen
