@@ -142,6 +142,27 @@ def test_tokens_of_wide_rows(vocab_size: int, make: Maker) -> None:
     assert make is tied or len(samplings) <= 4
 
 
+def low_third(num_rows: int, vocab_size: int, seed: int) -> Tensor:
+    """Most tokens are above the score that the first guess takes for that of 3,072 tokens."""
+    scores = peaked(num_rows, vocab_size, seed)
+    scores[:, ::3] -= 100.0
+    return scores
+
+
+def high_hundredth(num_rows: int, vocab_size: int, seed: int) -> Tensor:
+    """Few tokens are above that score."""
+    scores = peaked(num_rows, vocab_size, seed) / 4
+    scores[:, ::100] += 100.0
+    return scores
+
+
+@pytest.mark.parametrize("make", [low_third, high_hundredth])
+def test_tokens_of_rows_whose_first_guess_fails(make: Maker) -> None:
+    samplings = [one for one in SAMPLINGS if one["temperature"] <= 2.0]
+    batch = Batch.drawn(make(16, 9001, 6), 4, samplings)
+    assert len(batch.open_rows()) <= 2
+
+
 @pytest.mark.parametrize("vocab_size", [300, 9001])
 def test_numbers_at_the_edges_of_tokens_leave_rows_open(vocab_size: int) -> None:
     """Where rounding could decide, and nowhere else."""
