@@ -18,7 +18,7 @@ collect_ignore_glob = []
 if not (_IS_INTERPRETED and find_spec("triton")):
     collect_ignore_glob.append("interpreted/*")
 if _IS_INTERPRETED or not find_spec("triton"):
-    collect_ignore_glob.append("compiled/*")
+    collect_ignore_glob += ["compiled/*", "emulated/*"]
 
 NUM_CI_CASES = 20
 CI_CASES = (
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         kept = [mine[number * len(mine) // NUM_CI_CASES] for number in range(NUM_CI_CASES)]
         kept += [item for item in mine if item.name in CI_CASES and item not in kept]
     else:
-        kept = [item for item in mine if CI_ARCHITECTURE in item.name]
+        kept = [item for item in mine if CI_ARCHITECTURE in item.name or item.path.parent.name == "emulated"]
     items[:] = [item for item in items if item not in mine] + kept
 
 

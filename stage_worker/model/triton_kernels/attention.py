@@ -10,7 +10,10 @@ Source: Dao et al. 2022, arXiv:2205.14135, algorithm 1, with the parts of Flash-
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import triton
@@ -21,7 +24,10 @@ from stage_worker.model.attention_work import ITEM_FIELDS, MERGE_FIELDS, MOST_HE
 from stage_worker.model.triton_kernels.elements import from_e4m3
 from stage_worker.model.triton_kernels.launch import IS_INTERPRETED, PRECISION, Launch, padded
 
+log = logging.getLogger(__name__)
+
 _LOG2E = tl.constexpr(1.4426950408889634)
+_HOPPER_ATTENTION = "stage_worker.model.triton_kernels.hopper_attention"
 
 
 @triton.jit
@@ -273,9 +279,20 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+@functools.cache
+def hopper_attention() -> ModuleType | None:
+    """The kernel of prompts on Hopper; None, which is logged once, if Triton's Gluon lacks what it needs."""
+    try:
+        return importlib.import_module(_HOPPER_ATTENTION)
+    except (ImportError, AttributeError) as error:
+        log.warning("prompts on Hopper take the slower kernel of other GPUs: %s", error)
+        return None
+
+
 def _tile(num_queries: int, query: Tensor, pages: Tensor) -> _Tile:
     """Tiles of Hopper were chosen on an H200 for rows of 128 elements, see bench/STUDIES.md: decodes wait for
-    loads, and prompts run on one warp group, so that two programs share a multiprocessor.
+    loads, and prompts that `hopper_attention` leaves run on one warp group, so that two programs share a
+    multiprocessor.
     """
     group, row_width, element_bytes = query.shape[1] // pages.shape[2], query.shape[2], query.element_size()
     heads = LEAST_ROWS if num_queries == 1 else min(padded(group), MOST_HEADS)
@@ -340,21 +357,52 @@ def attend(
     `page_scales` [num_blocks, parts, kv_heads, block_size] are those of 8-bit pages. With `chosen` int32
     [n, top_k], keys of the work are places in a query's row there, which has the keys.
     """
-    num_heads, width, kv_heads = query.shape[1], output.shape[2], pages.shape[2]
-    is_fp8 = pages.dtype is torch.float8_e4m3fn
-    tile = _tile(work.num_queries, query, pages)
+    num_heads, width = query.shape[1], output.shape[2]
     mixed = query.new_empty((work.num_partial, num_heads, width), dtype=torch.float32)
     stats = query.new_empty((work.num_partial, num_heads, 2), dtype=torch.float32)
+    is_plain = all(option is None for option in (window, softcap, sinks, page_scales, chosen))
+    for_hopper = hopper_attention() if is_plain and work.num_queries > 1 and is_hopper(query.device) else None
+    if for_hopper is not None and for_hopper.takes(query, output, pages):
+        for_hopper.start(query, output, work, pages, mixed, stats, scale)
+    else:
+        _start_items(
+            *(query, output, work, pages, mixed, stats, scale),
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            page_scales=page_scales,
+            chosen=chosen,
+        )
+    if work.num_partial:
+        merged = {"WIDTH": width, "MAIN": padded(width, LEAST_ROWS), "MERGE_FIELDS": MERGE_FIELDS}
+        Launch(merge_kernel, (len(work.merges), num_heads), merged)(
+            work.merges, mixed, stats, sinks, output, output.stride(0)
+        )
+
+
+def _start_items(
+    query: Tensor,
+    output: Tensor,
+    work: AttentionWork,
+    pages: Tensor,
+    mixed: Tensor,
+    stats: Tensor,
+    scale: float,
+    *,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    page_scales: Tensor | None,
+    chosen: Tensor | None,
+) -> None:
+    """`mixed` and `stats` are of parts of keys, see `hopper_attention.start`."""
+    is_fp8 = pages.dtype is torch.float8_e4m3fn
+    tile = _tile(work.num_queries, query, pages)
     constants = _constants(query, output, pages, tile, is_fp8=is_fp8)
     constants["TOP_K"] = 0 if chosen is None else chosen.shape[1]
-    grid = (len(work.items), kv_heads * constants["TILES"])
+    grid = (len(work.items), pages.shape[2] * constants["TILES"])
     Launch(attend_kernel, grid, constants, tile.num_warps, tile.num_stages)(
         *(query, query.stride(0), pages.view(torch.uint8) if is_fp8 else pages, page_scales),
         *(work.table, chosen, work.items, sinks, output, output.stride(0)),
         *(mixed, stats, scale, softcap, window),
     )
-    if work.num_partial:
-        merged = {"WIDTH": width, "MAIN": constants["MAIN"], "MERGE_FIELDS": MERGE_FIELDS}
-        Launch(merge_kernel, (len(work.merges), num_heads), merged)(
-            work.merges, mixed, stats, sinks, output, output.stride(0)
-        )

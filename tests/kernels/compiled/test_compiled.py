@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,10 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import mangle_type
 
 from checkpoint import GatedDelta, KimiDelta, Mamba2, Norm, ScaledDType
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind
@@ -57,7 +60,7 @@ SHARED_BYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}
 """KiB of one block. Source: CUDA C++ Programming Guide, technical specifications per compute capability."""
 
 HOPPER = 90
-SPILLING_ON_HOPPER = ("llama-prompt-bf16", "llama-prompt-f16", "phi3-prompt")
+SPILLING_ON_HOPPER = ("phi3-prompt",)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 new = partial(torch.empty, device="meta")
 
@@ -451,7 +454,8 @@ class Recorded:
                 isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
             ):
                 attributes[index,] = [["tt.divisibility", 16]]
-        return ASTSource(kernel, signature, constants, attributes)
+        made = GluonASTSource if kernel.is_gluon() else ASTSource
+        return made(kernel, signature, constants, attributes)
 
 
 def _type_of(value: Any, *, is_general: bool) -> str:
@@ -459,6 +463,8 @@ def _type_of(value: Any, *, is_general: bool) -> str:
         return "constexpr"
     if isinstance(value, Tensor):
         return _TYPES[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return str(mangle_type(value))
     return "i32" if isinstance(value, int) else "fp32"
 
 
@@ -467,6 +473,16 @@ def _type_of(value: Any, *, is_general: bool) -> str:
 def test_kernels_compile_without_spills(
     case: str, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    file = tmp_path / "kernel.cubin"
+    for compiled in compiled_kernels(case, capability, monkeypatch):
+        assert compiled.metadata.shared <= SHARED_BYTES[capability] * KIB
+        file.write_bytes(compiled.asm["cubin"])
+        assert _local_bytes(file) <= _most_local_bytes(case, capability), compiled.metadata.name
+        check_products(case, capability, _products(compiled), _tensor_cores(file))
+
+
+def compiled_kernels(case: str, capability: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[CompiledKernel]:
+    """Each of the kernels that `case` starts, for a GPU of `capability`."""
     recorded: list[Recorded] = []
     monkeypatch.setattr(
         launch.Launch, "__call__", lambda launched, *arguments: recorded.append(Recorded(launched, arguments))
@@ -476,13 +492,21 @@ def test_kernels_compile_without_spills(
     assert recorded
     for one in recorded:
         options = {"num_warps": one.launched.num_warps, "num_stages": one.launched.num_stages}
-        compiled = triton.compile(one.source(), GPUTarget("cuda", capability, 32), options)
-        assert compiled.metadata.shared <= SHARED_BYTES[capability] * KIB
-        file = tmp_path / "kernel.cubin"
-        file.write_bytes(compiled.asm["cubin"])
-        assert _local_bytes(file) <= _most_local_bytes(case, capability), one.launched
-        products = [Product(*found) for found in _DOT.findall(compiled.asm["ttir"])]
-        check_products(case, capability, products, _tensor_cores(file))
+        yield triton.compile(one.source(), GPUTarget("cuda", capability, 32), options)
+
+
+def test_softmax_of_prompts_on_hopper_is_computed_beside_products(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The assembler may move a wait for a product of matrices before the exponentials."""
+    file = tmp_path / "kernel.cubin"
+    (compiled,) = compiled_kernels("llama-prompt-bf16", HOPPER, monkeypatch)
+    file.write_bytes(compiled.asm["cubin"])
+    machine_code = _dumped("-sass", file)
+    assert "UTMALDG" in machine_code
+    between = re.findall(r"gsb0, 0x1 ;(.*?)gsb0, 0x0 ;", machine_code, re.DOTALL)
+    assert len(between) == 4, "loops over masked and other tiles, of two groups of warps"
+    assert all(part.count("MUFU.EX2") >= 64 for part in between)
 
 
 def _most_local_bytes(case: str, capability: int) -> int:
@@ -504,6 +528,14 @@ ASYNCHRONOUS = {90: "HGMMA", 100: "UTCHMMA"}
 WITH_LONG_TILES = re.compile(r"(?!.*-f32).*-prompt.*|experts-many-rows")
 """Cases whose tiles have the 64 rows that these need."""
 _DOT = re.compile(r"tt\.dot [^:]*?(?:inputPrecision = (\w+) )?: tensor<[0-9x]+x(\w+)>")
+_GROUP_DOT = re.compile(r"warp_group_dot ()[^>]*?memdesc<[0-9x]+x(\w+),")
+
+
+def _products(compiled: CompiledKernel) -> list[Product]:
+    """Kernels of Gluon have no code for all GPUs."""
+    is_general = "ttir" in compiled.asm
+    found = _DOT.findall(compiled.asm["ttir"]) if is_general else _GROUP_DOT.findall(compiled.asm["ttgir"])
+    return [Product(*one) for one in found]
 
 
 def check_products(case: str, capability: int, products: Sequence[Product], found: set[str]) -> None:
@@ -552,3 +584,23 @@ def _tensor_cores(cubin: Path) -> set[str]:
 def _dumped(option: str, cubin: Path) -> str:
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     return subprocess.run([program, option, cubin], capture_output=True, text=True, check=True).stdout
+
+
+def test_prompts_on_hopper_do_without_a_gluon_of_another_form(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(
+        launch.Launch, "__call__", lambda launched, *_: started.append(launched.kernel.fn.__name__)
+    )
+    monkeypatch.setattr(attention_kernels, "is_hopper", lambda device: True)
+    monkeypatch.setattr(attention_kernels, "_HOPPER_ATTENTION", "stage_worker.model.triton_kernels.missing")
+    attention_kernels.hopper_attention.cache_clear()
+    for _ in range(2):
+        CASES["llama-prompt-bf16"]()
+    attention_kernels.hopper_attention.cache_clear()
+    assert started == ["attend_kernel"] * 2
+    assert [record.message for record in caplog.records] == [
+        "prompts on Hopper take the slower kernel of other GPUs: "
+        "No module named 'stage_worker.model.triton_kernels.missing'"
+    ]
