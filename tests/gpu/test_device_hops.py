@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -60,9 +61,9 @@ class Both:
     def __init__(self, device: torch.device) -> None:
         mappings, checksum = mappings_of(device), checksum_on(device)
         self.outgoing, self.incoming = (HopMemory(locks_of(device), mappings) for _ in range(2))
-        options = {"timeout_s": DEADLINE_S, "checksum": checksum}
-        self.down = StagingRing(queue_of(device), _OUT, hops=self.outgoing, **options)
-        self.up = StagingRing(queue_of(device), _IN, hops=self.incoming, **options)
+        ring = partial(StagingRing, timeout_s=DEADLINE_S, checksum=checksum)
+        self.down = ring(queue_of(device), _OUT, hops=self.outgoing)
+        self.up = ring(queue_of(device), _IN, hops=self.incoming)
 
     async def left(self, sender: MemorySender, content: torch.Tensor) -> memoryview:
         transfer = self.down.begin()

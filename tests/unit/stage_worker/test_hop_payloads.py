@@ -21,7 +21,7 @@ from tests.fake_device import FakeGpu, FakeLocks, FakeMappings
 from tests.unit.wire.payload_hops import until
 from tests.unit.wire.wire_strategies import hidden_states
 from wire.addresses import Address
-from wire.errors import StepFault
+from wire.errors import StepFault, StepFaultKind
 from wire.ids import Incarnation
 from wire.memory_listener import MemoryListener
 from wire.payload_memory import MemoryOffer, MemorySender
@@ -275,6 +275,31 @@ async def test_hidden_states_stay_on_the_device_unless_they_are_kept_or_the_driv
     payloads.close()
     await ended(incoming, memory, hop_memory, of_next)
     assert gpu.errors == [] and not gpu.memory
+
+
+@pytest.mark.parametrize("kind", [StepFaultKind.CHECKSUM, StepFaultKind.NON_FINITE])
+async def test_damage_on_the_device_ends_one_epoch(kind: StepFaultKind) -> None:
+    """It is found when the step ends, after the payload was taken; other faults are none of the hop's."""
+    refused, gpu = RefusedPeers(time.monotonic), FakeGpu()
+    hop_memory, of_next = (HopMemory(FakeLocks(), FakeMappings(gpu)) for _ in range(2))
+    memory = MemoryListener(refused, of_next, of_next)
+    memory.listen()
+    made = PayloadConnections(PayloadListener(refused), memory=memory, hop_memory=hop_memory, min_bytes=1)
+    incoming, accepted = made.incoming(), forward_pb2.HopAccepted()
+    incoming.expect(EPOCH, accepted, max_bytes=1000)
+    payloads = hop(made)
+    await payloads.open(accepted)
+    await asyncio.wait_for(asyncio.gather(*payloads._changes), DEADLINE_S)
+    incoming.note_fault(StepFault(kind, "damaged"))
+    later, offered = (
+        PayloadConnections(PayloadListener(refused), memory=memory).incoming(),
+        forward_pb2.HopAccepted(),
+    )
+    later.expect(EPOCH, offered, max_bytes=1000)
+    assert offered.HasField("memory") == (kind is not StepFaultKind.CHECKSUM)
+    later.close()
+    payloads.close()
+    await ended(incoming, memory, hop_memory, of_next)
 
 
 async def ended(incoming: IncomingPayloads, memory: MemoryListener, *ends: HopMemory) -> None:
