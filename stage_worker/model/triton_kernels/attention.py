@@ -357,16 +357,16 @@ def attend(
     `page_scales` [num_blocks, parts, kv_heads, block_size] are those of 8-bit pages. With `chosen` int32
     [n, top_k], keys of the work are places in a query's row there, which has the keys.
     """
-    num_heads, width = query.shape[1], output.shape[2]
-    mixed = query.new_empty((work.num_partial, num_heads, width), dtype=torch.float32)
-    stats = query.new_empty((work.num_partial, num_heads, 2), dtype=torch.float32)
+    num_heads, width, parts = query.shape[1], output.shape[2], (work.num_partial, query.shape[1])
+    mixed, stats = (query.new_empty((*parts, size), dtype=torch.float32) for size in (width, 2))
     is_plain = all(option is None for option in (window, softcap, sinks, page_scales, chosen))
     for_hopper = hopper_attention() if is_plain and work.num_queries > 1 and is_hopper(query.device) else None
+    given = (query, output, work, pages, mixed, stats, scale)
     if for_hopper is not None and for_hopper.takes(query, output, pages):
-        for_hopper.start(query, output, work, pages, mixed, stats, scale)
+        for_hopper.start(*given)
     else:
         _start_items(
-            *(query, output, work, pages, mixed, stats, scale),
+            *given,
             window=window,
             softcap=softcap,
             sinks=sinks,
@@ -375,9 +375,8 @@ def attend(
         )
     if work.num_partial:
         merged = {"WIDTH": width, "MAIN": padded(width, LEAST_ROWS), "MERGE_FIELDS": MERGE_FIELDS}
-        Launch(merge_kernel, (len(work.merges), num_heads), merged)(
-            work.merges, mixed, stats, sinks, output, output.stride(0)
-        )
+        start_merges = Launch(merge_kernel, (len(work.merges), num_heads), merged)
+        start_merges(work.merges, mixed, stats, sinks, output, output.stride(0))
 
 
 def _start_items(

@@ -191,30 +191,17 @@ def _load_queries(
 
 
 @gluon.jit
-def _attend(
-    given, HEADS: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr, NUM_KV: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, ITEM_FIELDS: gl.constexpr, INDEX: gl.constexpr,
+def _attend_to_tiles(
+    item, first, asked, tiles, positions, unit, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    LOADED: gl.constexpr, SCORES: gl.constexpr, MIXED: gl.constexpr, WEIGHTS: gl.constexpr,
 ):
-    """Rows of half `INDEX` of an item, by four warps."""
-    query, query_stride, items, output, output_stride, mixed_parts, stats, scale, asked_rows, tiles = given
-    asked = asked_rows.index(INDEX)
-    WIDTH: gl.constexpr = asked.shape[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    item, kv_head = _item(items, ITEM_FIELDS), gl.program_id(1) // TILES
-    row, num_queries, first = gl.load(item), gl.load(item + 1), gl.load(item + 5)
-    first_head = gl.program_id(1) % TILES * HEADS
-    _load_queries(
-        query, query_stride, row, num_queries, kv_head, first_head, asked, HEADS, GROUP, INDEX, LOADED
-    )
-    ROWS: gl.constexpr = asked.shape[0]
-    positions = first + (INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))) // HEADS
+    """Unscaled mixed values of the queries from position `first` on, their highest scores, and the sums of
+    weights.
+    """
     last, num_tiles, end = _last_tile(item, KEYS)
     num_seen = gl.maximum((first + 1) // KEYS + num_tiles - 1 - last, 0)  # tiles that all queries see
     num_masked = gl.maximum(num_tiles - num_seen, 1)
-    unit = scale * _LOG2E
+    WIDTH: gl.constexpr = asked.shape[1]
     state = _attend_to_first_tile(
         last, num_tiles, end, asked, tiles, positions, unit, WIDTH, LOADED, SCORES, MIXED, WEIGHTS
     )
@@ -232,7 +219,33 @@ def _attend(
     before = (num_tiles - 1) % STAGES
     mbarrier.wait(tiles[3].index(before), (num_tiles - 1) // STAGES & 1)
     mixed = warpgroup_mma(weights, tiles[1].index(before), mixed, is_async=True)
-    mixed = warpgroup_mma_wait(0, deps=(mixed,))
+    return warpgroup_mma_wait(0, deps=(mixed,)), highest, total
+
+
+@gluon.jit
+def _attend(
+    given, HEADS: gl.constexpr, TILES: gl.constexpr, GROUP: gl.constexpr, NUM_KV: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, ITEM_FIELDS: gl.constexpr, INDEX: gl.constexpr,
+):
+    """Rows of half `INDEX` of an item, by four warps."""
+    query, query_stride, items, output, output_stride, mixed_parts, stats, scale, asked_rows, tiles = given
+    asked = asked_rows.index(INDEX)
+    ROWS: gl.constexpr = asked.shape[0]
+    WIDTH: gl.constexpr = asked.shape[1]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    item, kv_head = _item(items, ITEM_FIELDS), gl.program_id(1) // TILES
+    row, num_queries, first = gl.load(item), gl.load(item + 1), gl.load(item + 5)
+    first_head = gl.program_id(1) % TILES * HEADS
+    _load_queries(
+        query, query_stride, row, num_queries, kv_head, first_head, asked, HEADS, GROUP, INDEX, LOADED
+    )
+    positions = first + (INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))) // HEADS
+    mixed, highest, total = _attend_to_tiles(
+        item, first, asked, tiles, positions, scale * _LOG2E, KEYS, STAGES, LOADED, SCORES, MIXED, WEIGHTS
+    )
     _write(
         mixed, highest, total, gl.load(item + 6), output, output_stride, mixed_parts, stats, row, num_queries,
         kv_head, first_head, HEADS, GROUP, NUM_KV, INDEX, MIXED,
