@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint.step_sizes import CHOICE_ROWS
 from stage_worker.model import choice_work
 from stage_worker.model.choice_work import ChoiceGroup, choice_groups
 from stage_worker.model.decode_rows import DecodeRows
@@ -171,13 +170,3 @@ def test_rotated_keys_are_written_and_queries_replaced(width: int, first: int, d
         assert torch.equal(flat[slots[is_written]], expected[is_written, -1])
         assert int(flat.isnan().any(1).sum()) == len(flat) - 6
     assert torch.equal(queries, expected[:, :-1])
-
-
-def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By queries and by scores; each query is in one group, also without a gap between slices."""
-    for most in (1 << 24, 40_000):
-        monkeypatch.setattr(choice_work, "CHOICE_SCORES", most)
-        groups, _ = groups_of([(500, 1)] * 150 + [(0, 300), (900, 40)])
-        rows = [row for group in groups for row in range(*group.span)]
-        assert rows == list(range(490))
-        assert all(len(group.rows) <= CHOICE_ROWS and group.num_scores <= most for group in groups)

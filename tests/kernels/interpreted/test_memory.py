@@ -17,18 +17,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from checkpoint import Checkpoint, DType
+from checkpoint import Blueprint, Checkpoint, DType
+from coordinator.planner import stage_memory
 from coordinator.planner.plan import DeviceKind, StepLimits
 from coordinator.planner.stage_memory import StageMemory
 from kvcache.pages import KvPages
+from stage_worker.assignment import Assignment
 from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.stage_pages import new_pages
 from stage_worker.loading.warmup import run_largest_step
 from stage_worker.model import DecoderStage
 from stage_worker.model.kernels import by_triton
-from stage_worker.model.triton_kernels import launch
+from stage_worker.model.triton_kernels import choices, launch
 from tests.checkpoints import make_checkpoint
+from tests.families import make_family
 from tests.integration.stage_bench import new_assignment
 
 pytestmark = pytest.mark.kernels
@@ -37,6 +40,7 @@ CPU = torch.device("cpu")
 LIMITS = StepLimits(max_step_tokens=64, max_step_sequences=4, max_sequence_tokens=96)
 LEAST_SHARE = 0.8
 """Of the counted bytes: products, norms and gates follow each other, and few are there at once."""
+LEAST_SHARE_OF_CHOICES = 0.3
 
 
 class LiveBytes(TorchDispatchMode):
@@ -81,31 +85,57 @@ class LiveBytes(TorchDispatchMode):
         self.now -= num_bytes
 
 
-@pytest.mark.parametrize("stage", [1, 2], ids=["MIDDLE", "LAST"])
-def test_the_largest_step_needs_what_the_plan_counts(
-    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint = Checkpoint.open(make_checkpoint(tmp_path, "llama", num_layers=3))
-    limits = {name: getattr(LIMITS, name) for name in LIMITS.__slots__}
-    assignment = replace(new_assignment(tmp_path, stage=stage), num_blocks=256, block_size=16, **limits)
+def bytes_of_the_largest_step(
+    assignment: Assignment, config: Blueprint, dtype: DType, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, int]:
+    """What a stage allocates, and what the planner counts."""
     model = DecoderStage(
-        checkpoint.config,
+        config,
         layer_begin=assignment.layer_begin,
         layer_end=assignment.layer_end,
         has_embeddings=assignment.role.has_embeddings,
         has_head=assignment.role.has_head,
         dtype=assignment.dtype,
         device=CPU,
-        kernels=by_triton(checkpoint.config),
+        kernels=by_triton(config),
     )
-    model.load(checkpoint)
-    pages = new_pages(assignment, checkpoint.config, CPU)
+    model.load(Checkpoint.open(Path(assignment.model_directory)))
+    pages = new_pages(assignment, config, CPU)
     assert isinstance(pages, KvPages)
     executor = StepExecutor(assignment, ModelCompute(model, pages))
-    with LiveBytes(monkeypatch, {pages.store(0).untyped_storage()._cdata}) as live:
-        run_largest_step(executor, assignment, checkpoint.config)
-    memory = StageMemory(
-        config=checkpoint.config, dtype=DType.F32, limits=LIMITS, block_size=16, num_stages=3
+    held = {pages.store(0).untyped_storage()._cdata}
+    if pages.index is not None:
+        held.add(pages.index.store(0).untyped_storage()._cdata)
+    with LiveBytes(monkeypatch, held) as live:
+        run_largest_step(executor, assignment, config)
+    memory = StageMemory(config=config, dtype=dtype, limits=LIMITS, block_size=16, num_stages=3)
+    return live.most, memory.activation_bytes(assignment.role, 256, DeviceKind.GPU_IN_PLACE)
+
+
+def assigned(directory: Path, stage: int) -> Assignment:
+    limits = {name: getattr(LIMITS, name) for name in LIMITS.__slots__}
+    return replace(new_assignment(directory, stage=stage), num_blocks=256, block_size=16, **limits)
+
+
+@pytest.mark.parametrize("stage", [1, 2], ids=["MIDDLE", "LAST"])
+def test_the_largest_step_needs_what_the_plan_counts(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint.open(make_checkpoint(tmp_path, "llama", num_layers=3))
+    most, counted = bytes_of_the_largest_step(
+        assigned(tmp_path, stage), checkpoint.config, DType.F32, monkeypatch
     )
-    counted = memory.activation_bytes(assignment.role, 256, DeviceKind.GPU_IN_PLACE)
-    assert LEAST_SHARE * counted <= live.most <= counted
+    assert LEAST_SHARE * counted <= most <= counted
+
+
+def test_the_largest_step_with_choices_needs_no_more_than_the_plan_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group of queries at a time, less than of all that are counted as absorbed."""
+    for module in (choices, stage_memory):
+        monkeypatch.setattr(module, "CHOICE_PART", 64)
+    directory = make_family(tmp_path / "model", "deepseek_v32", num_layers=3, first_k_dense_replace=99)
+    config = Checkpoint.open(directory).config
+    assignment = replace(assigned(directory, 1), dtype=DType.BF16)
+    most, counted = bytes_of_the_largest_step(assignment, config, DType.BF16, monkeypatch)
+    assert LEAST_SHARE_OF_CHOICES * counted <= most <= counted, (most, counted)

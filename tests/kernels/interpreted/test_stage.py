@@ -135,6 +135,18 @@ def test_a_layer_launches_at_most_ten_kernels(
     assert counts.total() <= most * checkpoint.config.num_layers, counts
 
 
+@pytest.mark.parametrize("lengths", [[40, 3], [20, 3]], ids=["choices", "whole"])
+def test_layers_that_share_a_choice_launch_no_indexer(
+    lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer 2 of 5 shares that of layer 1. Without a query of more than 24 tokens, only keys are written."""
+    checkpoint = Checkpoint.open(make_family(tmp_path / "model", "glm_moe_dsa"))
+    counts = launches_of_a_step(checkpoint, monkeypatch, lengths)
+    num_choices = 4 if max(lengths) >= 24 else 0
+    assert (counts["scores_kernel"], counts["choice_kernel"]) == (num_choices, num_choices)
+    assert (counts["rotation_kernel"], counts["attend_kernel"]) == (4, 5)
+
+
 @pytest.mark.parametrize(
     ("family", "most"),
     [("qwen3_5_text", 10), ("bamba", 10), ("granitemoehybrid+dense", 11), ("kimi_linear", 11)],
