@@ -179,6 +179,7 @@ async def test_a_fault_report_for_a_stage_of_another_worker_is_ignored(cluster: 
     assert (await status_of(cluster)).epoch == status.epoch
 
 
+@pytest.mark.full
 async def test_a_request_id_alone_neither_attaches_nor_cancels(cluster: LocalCluster) -> None:
     async with Client(cluster.address) as client, Client(cluster.address) as stranger:
         answer = asyncio.create_task(tokens_of(client, PROMPT, NUM_TOKENS, on_disconnect="detach"))

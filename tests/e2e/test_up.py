@@ -40,6 +40,7 @@ async def _serving(up: Terminal) -> str:
     return match[1]
 
 
+@pytest.mark.full
 async def test_up_serves_every_command_until_ctrl_c(tmp_path: Path) -> None:
     async with Terminal("up", "--workers", "3", *FLAGS, temporary=tmp_path) as up:
         address = await _serving(up)

@@ -111,6 +111,7 @@ async def test_an_ended_request_can_be_read_from_any_token(worded_llama: Path, s
         assert (await cluster.wait_drained()).requests.kept == 1
 
 
+@pytest.mark.full
 async def test_an_invalid_attach_is_rejected_and_affects_no_request(worded_llama: Path) -> None:
     async with (
         Cluster(worded_llama, layers=LAYERS, has_text=True, hop_proxies=[0]) as cluster,

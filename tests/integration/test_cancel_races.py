@@ -16,6 +16,8 @@ from wire.frames import Frame
 from wire.ids import id_text
 from wire.steps import Decode, Prefill
 
+pytestmark = pytest.mark.full
+
 LAYERS = (1, 1, 1)
 LONG_PROMPT = tuple(index * 7 % 128 for index in range(200))
 

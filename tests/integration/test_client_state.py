@@ -18,6 +18,8 @@ from tests.mock_answers import mock_tokens
 from tests.unit.coordinator.journal.journals import crashed
 from wire.channels import ATTACH_SECRET_KEY
 
+pytestmark = pytest.mark.full
+
 PROMPT = (3, 14, 15, 92)
 STATE = b"state that no log may have \x00\xff" * 9
 LIMIT = 256 * 1024

@@ -149,7 +149,7 @@ def token_outside_the_vocabulary(result: step_pb2.StepResult) -> None:
     result.tokens = pack_column([4_000_000]) + result.tokens[4:]
 
 
-@pytest.mark.matrix(1, full=2)
+@pytest.mark.matrix(0, full=2)
 @pytest.mark.parametrize(
     "alter",
     [

@@ -102,6 +102,7 @@ async def test_frequent_preemptions_change_no_token(varied_llama: Path, solo: So
         await cluster.wait_drained()
 
 
+@pytest.mark.full
 async def test_a_full_queue_rejects_new_requests_and_serves_its_own(
     varied_llama: Path, solo: SoloRuns
 ) -> None:
@@ -269,6 +270,7 @@ async def test_a_storm_of_aborts_leaves_nothing(varied_llama: Path, solo: SoloRu
         assert status.requests.cancelled == 32
 
 
+@pytest.mark.full
 async def test_a_second_request_on_a_connection_works(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
         for case in mixed_cases(6):

@@ -13,6 +13,8 @@ from tests.integration.calls import Caller, Reader, StatusCode, again, message, 
 from tests.integration.cluster import TEST_POLICY, Cluster
 from tests.integration.gate import Gate
 
+pytestmark = pytest.mark.full
+
 LAYERS = (1, 1, 1)
 POLICY = replace(TEST_POLICY, sweep_interval_s=0.05)
 LONG_PROMPT = tuple(index * 7 % 128 for index in range(200))

@@ -22,6 +22,8 @@ from wire.addresses import parse_address
 from wire.link_probe import MAX_TRANSFER_BYTES, NUM_TRANSFERS, MeasuredWay
 from wire.transport import PLAIN
 
+pytestmark = pytest.mark.full
+
 CASE = RequestCase(prompt=(5, 17, 99), max_tokens=8)
 
 

@@ -88,6 +88,7 @@ async def test_several_choices_are_each_complete() -> None:
         await cluster.wait_drained()
 
 
+@pytest.mark.full
 async def test_cancelled_requests_free_their_blocks_and_affect_no_other() -> None:
     async with mock_cluster(3) as cluster, asyncio.TaskGroup() as tasks:
         staying = [Answer(case) for case in mixed_cases(6, max_tokens=60)]

@@ -22,6 +22,8 @@ from weights.location import remote_model
 from weights.metadata import pin
 from weights.store_source import StoreSource
 
+pytestmark = pytest.mark.full
+
 URL = "s3://models/team/llama"
 
 

@@ -76,6 +76,7 @@ async def test_hidden_states_travel_on_payload_connections(
     assert fallbacks(caplog) == []
 
 
+@pytest.mark.full
 async def test_without_an_offer_hidden_states_travel_over_grpc(
     varied_llama: Path, solo: SoloRuns, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -134,7 +135,7 @@ def _flip(line: ByteProxy) -> None:
     line.flip(Direction.FORTH, within_bytes=50)
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix(0)
 @pytest.mark.parametrize(
     ("change", "kinds"),
     [

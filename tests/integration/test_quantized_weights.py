@@ -53,6 +53,7 @@ async def test_a_checked_cluster_serves_rounded_weights(
         assert answer.tokens != plain.generate([list(CASE.prompt)], max_tokens=CASE.max_tokens)[0]
 
 
+@pytest.mark.full
 async def test_a_stage_with_other_weights_than_assigned_does_not_pass_the_check(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

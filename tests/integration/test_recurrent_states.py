@@ -82,6 +82,7 @@ async def test_the_self_check_passes_and_leaves_nothing_out(directory: Path) -> 
         assert "not checked" not in check.detail
 
 
+@pytest.mark.full
 async def test_the_self_check_finds_states_that_are_not_restored(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

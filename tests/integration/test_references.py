@@ -25,6 +25,8 @@ from wire.peer_secrets import MAX_TRIES
 from wire.reference import Reference
 from wire.stage_calls import compute_reference
 
+pytestmark = pytest.mark.full
+
 
 async def request_reference(
     cluster: Cluster, directory: Path, *, fingerprint: str | None = None, secret: bytes | None = None

@@ -185,6 +185,7 @@ async def test_workers_join_again_by_themselves_when_the_disk_has_room(
             await tokens_of(cluster)
 
 
+@pytest.mark.full
 async def test_a_model_of_a_hub_gives_the_same_tokens(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

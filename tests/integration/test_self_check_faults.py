@@ -107,7 +107,7 @@ def test_a_good_pipeline_passes(make_checked: Any) -> None:
         assert verdict.outcome is CheckOutcome.PASSED, verdict.text
 
 
-@pytest.mark.matrix(8, full=24)
+@pytest.mark.matrix(4, full=24)
 @pytest.mark.parametrize("stage", range(len(LAYERS)))
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_a_fault_of_any_stage_is_found_there(make_checked: Any, plant: Plant, stage: int) -> None:

@@ -36,6 +36,7 @@ def live(cluster: Cluster) -> int:
     return len(cluster.server.engine.live_requests)
 
 
+@pytest.mark.full
 async def test_two_gateways_get_the_tokens_of_all_requests_in_one_message_per_step() -> None:
     async with (
         mock_cluster(2, max_step_sequences=64, queue_size=64) as cluster,
@@ -291,6 +292,7 @@ async def test_a_message_that_cannot_be_read_ends_the_stream(data: bytes) -> Non
         assert (await cluster.wait_drained()).requests.cancelled == 1
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["7.5 million empty chat messages", "packed ids", "unknown groups"])
 async def test_a_hostile_request_is_the_error_of_its_number(name: str) -> None:
     async with mock_cluster(1) as cluster, Gateway(cluster.address) as gateway:

@@ -83,6 +83,7 @@ async def test_prompts_share_their_group_prefix_and_nothing_of_a_previous_run(ti
     assert numbers_of(run).cached_tokens == 16 * (20 - 2)
 
 
+@pytest.mark.full
 async def test_the_concurrency_limit_holds_on_the_server(tiny_llama: Path) -> None:
     spec = replace(SPEC, arrivals=Arrivals(rate_per_s=math.inf))
     async with (

@@ -19,6 +19,8 @@ from tests.local_pipeline import GREEDY, LocalPipeline, Request, Run
 from wire.errors import StepFault, StepFaultKind
 from wire.steps import Step
 
+pytestmark = pytest.mark.full
+
 WINDOW, BLOCK_SIZE, CHUNK = 20, 8, 24
 NUM_BLOCKS = 40
 LAYERS = (1, 2)

@@ -65,7 +65,7 @@ async def assert_refused(bench: StageBench, predecessor: PredecessorDouble) -> F
     return report
 
 
-@pytest.mark.matrix(4, full=8)
+@pytest.mark.matrix(2, full=8)
 @pytest.mark.parametrize("case", FRAME_FAULTS, ids=str)
 async def test_a_faulty_frame_is_rejected_and_the_next_epoch_works(
     assignment: Assignment, expected: list[Comparable], case: FrameFault

@@ -124,6 +124,7 @@ async def test_the_root_span_has_parameters_outcome_and_durations(collecting: Co
     assert attributes[Attr.E2E] == pytest.approx(first_token + attributes[Attr.TIME_IN_DECODE])
 
 
+@pytest.mark.full
 async def test_a_preempted_request_is_recorded_as_one_trace_although_unsampled(
     collecting: Collector,
 ) -> None:

@@ -47,6 +47,7 @@ async def test_a_family_without_native_layers_is_served_with_a_warning(
     assert any("'helium' has no native ones: they are slower and less tested" in text for text in warnings)
 
 
+@pytest.mark.full
 async def test_native_families_are_served_natively(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", num_layers=2)
     async with Cluster(tmp_path, layers=(1, 1), dtype="f32") as cluster:

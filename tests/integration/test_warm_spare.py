@@ -86,6 +86,7 @@ async def test_a_takeover_by_a_warm_spare_reads_nothing(
         assert not is_warm(await cluster.client.status()), "a stage is no spare"
 
 
+@pytest.mark.full
 async def test_a_takeover_of_a_device_copies_from_the_host_and_reads_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

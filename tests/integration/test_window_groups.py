@@ -19,6 +19,8 @@ from tests.integration.test_sliding_window import prompt_of
 from tests.local_pipeline import LocalPipeline, Request, Run
 from wire.steps import Step
 
+pytestmark = pytest.mark.full
+
 WINDOW, BLOCK_SIZE, CHUNK = 20, 8, 24
 NUM_LAYERS = 5
 CUTS = [(5,), (2, 3), (1, 1, 3), (1, 1, 1, 1, 1)]

@@ -111,6 +111,7 @@ async def test_a_worker_overrides_the_wire_dtype_that_it_sends(
     assert seen == {1: {DType.BF16}, 2: {INT8}}
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("wire_dtype", ["bf16", "fp8", "int8"])
 @pytest.mark.parametrize("overrides", [{}, {"w0": FP8}, {"w1": INT8}], ids=["same", "w0", "w1"])
 async def test_mock_stages_send_payloads_of_the_right_size(

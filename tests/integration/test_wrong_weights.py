@@ -15,6 +15,8 @@ from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import byte_outside_of_samples, make_checkpoint
 from tests.integration.cluster import TEST_POLICY, Cluster, RequestCase
 
+pytestmark = pytest.mark.full
+
 LAYERS = (2, 2)
 POLICY = replace(TEST_POLICY, weights_idle_s=0.05, rejoin_grace_s=0.05)
 CASE = RequestCase(prompt=(5, 17, 99), max_tokens=8)

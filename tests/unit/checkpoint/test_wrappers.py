@@ -140,6 +140,7 @@ def served_logits(directory: Path) -> torch.Tensor:
     return Pipeline(Checkpoint.open(directory), cuts=(1,)).step([(Running(TOKENS), len(TOKENS))])[0]
 
 
+@pytest.mark.matrix(2)
 def test_the_text_of_a_wrapper_is_served_under_each_of_its_names(directory: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(directory)
     with torch.inference_mode():
@@ -202,6 +203,7 @@ QWENS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", QWENS)
 def test_the_text_of_qwen_is_served_without_images_and_drafts(tmp_path: Path, name: str) -> None:
     """All three positions of a text's tokens are the same."""
@@ -236,6 +238,7 @@ def test_other_modalities_are_counted_and_not_read(directory: Path) -> None:
     assert checkpoint.weight_file_bytes == whole - checkpoint.ignored.num_bytes
 
 
+@pytest.mark.matrix(2)
 def test_a_head_of_its_own_is_read(directory: Path) -> None:
     """Whatever the fields say: transformers ties the head of a wrapper by another one."""
     rename(directory, "model.language_model.", "language_model.model.")

@@ -119,6 +119,7 @@ def test_the_file_with_every_key_has_every_key() -> None:
     assert {name for path in _RESOURCES for name in _at(document, path)} == set(keys_of(Resources))
 
 
+@pytest.mark.matrix(17)
 @pytest.mark.parametrize("path", _leaves(), ids=lambda path: ".".join(map(str, path)))
 def test_every_key_changes_what_is_run(path: tuple[str | int, ...], every_key: str, tmp_path: Path) -> None:
     document = yaml.safe_load(every_key)

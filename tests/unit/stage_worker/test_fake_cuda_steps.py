@@ -176,6 +176,7 @@ def test_a_step_with_choices_is_one_copy_to_the_device_and_one_back(
     assert set(widths) == {24}
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("samplings", NEED_A_LOOK.values(), ids=NEED_A_LOOK.keys())
 def test_rows_that_need_a_look_wait_for_the_device_after_their_step_only(
     samplings: tuple[StepSampling, ...], tmp_path: Path
@@ -241,7 +242,7 @@ class CountedGraphs(GraphRecorder, Graph):
         raise AssertionError("nothing failed")
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("family", "stage"),
     [*itertools.product(["llama", "qwen3"], [0, 1, 2]), *itertools.product(STATES, [0, 2])],

@@ -177,6 +177,7 @@ def test_up_does_not_ask_for_a_worker_that_has_left(launch: Launch) -> None:
     assert launcher.returncode == 0
 
 
+@pytest.mark.full
 def test_up_ends_with_exit_code_1_when_the_coordinator_is_lost(launch: Launch) -> None:
     launcher, pids, _ = _start_up(launch)
     os.kill(pids[0], signal.SIGKILL)

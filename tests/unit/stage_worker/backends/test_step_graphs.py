@@ -301,6 +301,7 @@ def test_a_device_that_fails_while_recording_fails_the_step(llama: Path) -> None
     assert failed.value.kind is StepFaultKind.DEVICE
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("limit", ["bytes", "graphs"])
 def test_graphs_stay_within_their_limits(
     limit: str, llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -347,6 +348,7 @@ EXACT = {
 }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("sampling", EXACT.values(), ids=EXACT.keys())
 def test_steps_whose_results_need_more_than_parameters_are_sampled_beside_the_graph(
     sampling: StepSampling, llama: Path

@@ -67,6 +67,7 @@ def largest(steps: list[tuple[StepSlice, ...]]) -> tuple[StepSlice, ...]:
     return max(steps, key=lambda slices: sum(len(part.tokens) for part in slices))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_full_chunk_runs_behind_the_longest_history_beside_decodes(
     stage: int, steps: list[tuple[StepSlice, ...]], tmp_path: Path
@@ -87,6 +88,7 @@ def test_a_full_chunk_runs_behind_the_longest_history_beside_decodes(
     executor.check_integrity()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_models_with_windows_run_it(family: str, steps: list[tuple[StepSlice, ...]], tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, family, num_layers=6)
@@ -101,6 +103,7 @@ def test_models_with_windows_run_it(family: str, steps: list[tuple[StepSlice, ..
     executor.check_integrity()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("num_states", [2, 5])
 def test_models_with_states_run_it_without_histories(
@@ -200,6 +203,7 @@ def test_more_than_the_budget_fails_the_load_with_the_numbers(tmp_path: Path) ->
         loaded_with(FakeMeter(65 * MIB), tmp_path, memory_bytes=64 * MIB, activation_bytes=MIB)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("too_many", "level"), [(0, logging.INFO), (1, logging.WARNING)])
 def test_more_than_the_plan_is_a_warning(
     too_many: int, level: int, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -71,7 +71,7 @@ def warmed(
     return cache, progress
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("begin", "end"), [(0, 4), (4, LAYERS), (0, LAYERS), (2, 6)])
 def test_a_takeover_reads_no_weight_again(
     directory: Path, begin: int, end: int, read_bytes: list[int]
@@ -89,7 +89,7 @@ def test_a_takeover_reads_no_weight_again(
     assert sum(read_bytes) > 0, "the count notices a read"
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("begin", "end"), [(0, 4), (4, LAYERS), (0, LAYERS), (2, 6)])
 def test_a_takeover_of_a_device_copies_from_the_host_and_reads_no_weight(
     directory: Path, begin: int, end: int, read_bytes: list[int]
@@ -108,6 +108,7 @@ def test_a_takeover_of_a_device_copies_from_the_host_and_reads_no_weight(
     assert sum(read_bytes) > 0, "the count notices a read"
 
 
+@pytest.mark.matrix(1)
 def test_what_is_on_the_host_is_counted_and_kept_while_it_is_wanted(
     directory: Path, read_bytes: list[int]
 ) -> None:
@@ -128,6 +129,7 @@ def test_what_is_on_the_host_is_counted_and_kept_while_it_is_wanted(
     assert not cache.parts.on_host and cache.parts.origin is None
 
 
+@pytest.mark.matrix(1)
 def test_layers_on_the_host_in_another_form_are_read_again(directory: Path, read_bytes: list[int]) -> None:
     cache, _ = warmed(order(directory, FIRST), resources=ON_HOST)
     read_bytes.clear()
@@ -138,6 +140,7 @@ def test_layers_on_the_host_in_another_form_are_read_again(directory: Path, read
     assert load_stage(assignment, ON_HOST, LoadProgress(), cache).read_bytes == 0
 
 
+@pytest.mark.matrix(1)
 def test_a_stage_that_became_a_spare_leaves_its_device(directory: Path, read_bytes: list[int]) -> None:
     cache = StageCache()
     load_stage(assigned(directory, 0, 4), ON_HOST, LoadProgress(), cache)
@@ -147,6 +150,7 @@ def test_a_stage_that_became_a_spare_leaves_its_device(directory: Path, read_byt
     assert load_stage(assigned(directory, 0, 4), ON_HOST, LoadProgress(), cache).read_bytes == 0
 
 
+@pytest.mark.matrix(1)
 def test_a_takeover_is_cancelled_between_two_copies(directory: Path) -> None:
     cache, _ = warmed(order(directory, LAST), resources=ON_HOST)
     num_parts, progress = len(cache.parts.on_host), LoadProgress()
@@ -249,6 +253,7 @@ class _Cancelled(LoadProgress):
         super().advance(num_bytes)
 
 
+@pytest.mark.matrix(1)
 def test_a_takeover_uses_what_was_read_before_it(directory: Path) -> None:
     cache = StageCache()
     with pytest.raises(LoadCancelled):
@@ -270,6 +275,7 @@ def test_what_was_cancelled_before_it_began_leaves_a_loaded_stage(directory: Pat
     assert set(cache.parts.layers) == set(range(4))
 
 
+@pytest.mark.matrix(1)
 def test_layers_of_transformers_are_not_kept(directory: Path) -> None:
     wanted = order(directory, LAST, implementation=Implementation.TRANSFORMERS)
     with pytest.raises(StageLoadError, match="layers of transformers are not kept"):

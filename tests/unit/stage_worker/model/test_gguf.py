@@ -145,6 +145,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return directory, write_gguf(parent / "model.gguf", directory, settings=VARIANTS[variant])
 
 
+@pytest.mark.matrix(3)
 def test_logits_have_the_bits_of_the_same_weights_in_safetensors(both: tuple[Path, Path]) -> None:
     plain, packed = (Checkpoint.open(path) for path in both)
     cuts = (1, 3)
@@ -433,6 +434,7 @@ def test_quantised_weights_compute_the_bits_of_their_unpacked_weights(kind: str,
         assert torch.equal(one, other)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "F16", "BF16"])
 def test_windows_and_rows_of_any_size_have_the_bits_of_the_whole_tensor(kind: str, tmp_path: Path) -> None:
     made = make_checkpoint(tmp_path / "made", "llama", **WHOLE | {"num_layers": 1})

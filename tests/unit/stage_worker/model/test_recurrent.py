@@ -87,6 +87,7 @@ def test_prefix_hits_begin_at_snapshots_and_nowhere_else(
     assert first_positions(steps, run) == [0, 44, 16, 0]
 
 
+@pytest.mark.matrix(2)
 def test_a_wrong_snapshot_would_change_the_tokens(
     directory: Path, prompt: list[int], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_wrong_snapshot_would_change_the_tokens(
     assert first == expected != second
 
 
+@pytest.mark.matrix(2)
 def test_a_lost_epoch_restarts_from_the_tokens(
     directory: Path, prompt: list[int], expected: list[int]
 ) -> None:

@@ -286,6 +286,7 @@ print(client.complete("x", max_tokens=1)[0].text, flush=True)
 }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("case", _SCRIPTS)
 def test_processes_end_without_a_warning_after(case: str, served: Served) -> None:
     ended = subprocess.run(
