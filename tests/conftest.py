@@ -46,18 +46,53 @@ _BEGAN_S = time.monotonic()
 _RESULTS_FILE = os.environ.pop("STAGELINE_TEST_RESULTS", None)
 
 
+_SLOW_COLLECTION_S = 0.03
+
+
+class _FullCollections:
+    """Thread time of the last full garbage collection; each load of a stage runs some."""
+
+    def __init__(self) -> None:
+        self._began_s = 0.0
+        self.last_s = 0.0
+        gc.callbacks.append(self._measure)
+
+    def _measure(self, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2:
+            if phase == "start":
+                self._began_s = time.thread_time()
+            else:
+                self.last_s = time.thread_time() - self._began_s
+
+
+_full_collections = _FullCollections()
+
+
+def _freeze() -> None:
+    """Keep what is alive now out of garbage collections."""
+    gc.collect()
+    gc.freeze()
+    _full_collections.last_s = 0.0
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep collected modules out of garbage collections: each would scan them for 0.2 s, and loading a stage
-    collects.
-    """
+    """Keep collected modules out of garbage collections: each would scan them for 0.2 s."""
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
+        _freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+    """Between files, do the same with modules that tests imported meanwhile, once they are many."""
+    yield
+    ends_file = nextitem is not None and nextitem.path != item.path
+    if ends_file and _full_collections.last_s > _SLOW_COLLECTION_S:
+        _freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
