@@ -59,9 +59,9 @@ def positive_int(raw: RawConfig, key: str, default: int | None = None) -> int:
     if value is None:
         return _default(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise BadConfig(f"config field {key!r} must be a positive integer, is {_shown(value)}")
+        raise BadConfig(f"config field {key!r} must be a positive integer, is {shown(value)}")
     if value > (limit := LIMITS.get(key, MAX_INT)):
-        raise BadConfig(f"config field {key!r} is {_shown(value)}, the limit is {limit}")
+        raise BadConfig(f"config field {key!r} is {shown(value)}, the limit is {limit}")
     return value
 
 
@@ -90,7 +90,7 @@ def positive_floats(raw: RawConfig, key: str) -> tuple[float, ...]:
     """Return `raw[key]`, a list of finite numbers above 0. Raises like `positive_int`."""
     values = raw.get(key)
     if not isinstance(values, list) or not values or len(values) > MAX_LIST:
-        raise BadConfig(f"config field {key!r} must be a list of positive numbers, is {_shown(values)}")
+        raise BadConfig(f"config field {key!r} must be a list of positive numbers, is {shown(values)}")
     return tuple(positive_float({key: value}, key) for value in values)
 
 
@@ -112,7 +112,8 @@ def text(raw: RawConfig, key: str) -> str | None:
     return value
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """The value in an error, of which a file decides the length."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
 
@@ -189,7 +190,7 @@ def with_usual_keys(raw: RawConfig, other_keys: Mapping[str, str]) -> RawConfig:
         if (inside := found.pop(name, None)) is None:
             continue
         if not isinstance(inside, Mapping):
-            raise BadConfig(f"config field {name!r} must be an object, is {_shown(inside)}")
+            raise BadConfig(f"config field {name!r} must be an object, is {shown(inside)}")
         fields = {f"{name}.{key}": value for key, value in inside.items() if value is not None}
         if unknown := fields.keys() - other_keys.keys():
             raise unknown_key({**raw, **fields}, min(unknown))
@@ -199,7 +200,7 @@ def with_usual_keys(raw: RawConfig, other_keys: Mapping[str, str]) -> RawConfig:
             continue
         if found.get(key) is not None and found[key] != value:
             raise BadConfig(
-                f"config fields {path!r} = {_shown(value)} and {key!r} = {_shown(found[key])} contradict"
+                f"config fields {path!r} = {shown(value)} and {key!r} = {shown(found[key])} contradict"
             )
         found[key] = value
     return found
@@ -238,5 +239,5 @@ def is_neutral(key: str, value: object) -> bool:
 
 
 def _shortened(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 120 else f"{shown[:117]}..."
+    whole = repr(value)
+    return whole if len(whole) <= 120 else f"{whole[:117]}..."

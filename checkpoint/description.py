@@ -10,7 +10,7 @@ from checkpoint.blueprint import Blueprint
 from checkpoint.config import parse_config, parse_dtype
 from checkpoint.dtypes import DType
 from checkpoint.errors import CheckpointNotFound, UnsupportedFormat
-from checkpoint.files import CONFIG_FILE, is_named, read_json_object
+from checkpoint.files import CONFIG_FILE, PARAMS_FILE, is_named, read_json_object
 from checkpoint.generation_config import read_generation_config
 from checkpoint.headers import Headers, TensorEntry, read_headers
 from checkpoint.other_families import has_row, parse_other, refuse_other
@@ -52,7 +52,12 @@ def refuse_gguf(path: Path) -> None:
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """Read config.json, with the quantisation from another file that may have it."""
+    """Read config.json, with the quantisation from another file that may have it.
+
+    Raises CheckpointNotFound without the file, and like `read_json_object`.
+    """
+    if not is_named(path / CONFIG_FILE):
+        raise CheckpointNotFound(f"{path} has neither {CONFIG_FILE} nor {PARAMS_FILE}")
     raw = read_json_object(path / CONFIG_FILE)
     if not raw.get(QUANTIZATION_FIELD) and is_named(path / MODELOPT_FILE):
         raw[QUANTIZATION_FIELD] = modelopt_config(read_json_object(path / MODELOPT_FILE))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from checkpoint.block_types import FORMER_TYPES, LINEAR, block_types
 from checkpoint.blueprint import Mixer
-from checkpoint.config_fields import RawConfig, flag, positive_int, text
+from checkpoint.config_fields import RawConfig, flag, positive_int, shown, text
 from checkpoint.errors import BadConfig, UnsupportedModel
 from checkpoint.family_rules import Architecture, MambaRule, RecurrentLayers
 from checkpoint.recurrent import DeltaLayout, GatedDelta, GateNorm, KimiDelta, Mamba2, NoMixer, Recurrent
@@ -84,7 +84,9 @@ def _besides(raw: RawConfig, key: str, num_layers: int) -> tuple[bool, ...]:
     """All layers but those that `key` lists."""
     listed = raw.get(key) or []
     if not isinstance(listed, list) or any(type(x) is not int or not 0 <= x < num_layers for x in listed):
-        raise BadConfig(f"config field {key!r} must list layers from 0 to {num_layers - 1}, is {listed!r}")
+        raise BadConfig(
+            f"config field {key!r} must list layers from 0 to {num_layers - 1}, is {shown(listed)}"
+        )
     return tuple(layer not in listed for layer in range(num_layers))
 
 
@@ -98,7 +100,7 @@ def _numbered(raw: RawConfig, num_layers: int, listed: tuple[bool, ...] | None) 
     if any(type(number) is not int for number in both) or sorted(both) != list(range(1, num_layers + 1)):
         raise BadConfig(
             f"config fields 'kda_layers' and 'full_attn_layers' must list layers 1 to {num_layers} once, are"
-            f" {recurrent!r} and {full!r}"
+            f" {shown(recurrent)} and {shown(full)}"
         )
     assert isinstance(recurrent, list), "checked above"
     are_recurrent = tuple(layer + 1 in recurrent for layer in range(num_layers))

@@ -24,7 +24,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from checkpoint.errors import CheckpointError
-from checkpoint.files import check_directory, is_named
+from checkpoint.files import check_directory, is_named, read_regular
 from checkpoint.gguf.files import is_gguf
 from checkpoint.gguf.model import gguf_tokenizer_files
 from checkpoint.grammar_tokenizer import MAX_TOKENIZER_BYTES
@@ -415,7 +415,7 @@ def _made_of_tekken(directory: Path) -> dict[str, bytes]:
     _check_files(directory)
     files = read_tekken(directory, max_bytes=MAX_TOKENIZER_BYTES)
     if is_named(template := directory / _TEMPLATE_FILE):
-        files[_TEMPLATE_FILE] = template.read_bytes()
+        files[_TEMPLATE_FILE] = read_regular(template, max_bytes=MAX_TOKENIZER_BYTES)
     return files
 
 

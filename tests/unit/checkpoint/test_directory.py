@@ -94,7 +94,7 @@ def test_missing_files_are_named(directory: Path, tmp_path: Path) -> None:
     ):
         Checkpoint.open(directory)
     (directory / "config.json").unlink()
-    with pytest.raises(CheckpointNotFound, match=r"config\.json cannot be read: No such file"):
+    with pytest.raises(CheckpointNotFound, match=r"model has neither config\.json nor params\.json"):
         Checkpoint.open(directory)
 
 

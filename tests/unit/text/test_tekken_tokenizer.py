@@ -71,6 +71,16 @@ def test_a_chat_template_beside_the_file_is_used(tmp_path: Path) -> None:
         without.encode_conversation([ChatMessage("user", "hello")])
 
 
+def test_a_chat_template_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
+    directory = write(tmp_path, tekken(TOKENS))
+    template = directory / "chat_template.jinja"
+    template.unlink()
+    template.symlink_to("missing.jinja")
+    with pytest.raises(UnreadableTokenizer) as caught:
+        load_text_codec(directory)
+    assert str(caught.value) == f"{template} cannot be read: No such file or directory"
+
+
 def test_files_for_a_gateway_give_the_same_ids(tmp_path: Path) -> None:
     directory = write(tmp_path / "a", tekken(TOKENS))
     (copy := tmp_path / "b").mkdir()

@@ -211,6 +211,10 @@ NESTED = KIMI_LINEAR_48B["linear_attn_config"]
         ({"linear_attn_config": NESTED | {"kda_layers": [1]}}, "must list layers 1 to 27 once"),
         ({"linear_attn_config": NESTED | {"kda_layers": None}}, "must list layers 1 to 27 once"),
         (
+            {"linear_attn_config": NESTED | {"kda_layers": [7] * 4000}},
+            r"once, are \[7(, 7){12}, \.\.\. and",
+        ),
+        (
             {"linear_head_dim": 64},
             "'linear_attn_config.head_dim' = 128 and 'linear_head_dim' = 64 contradict",
         ),
