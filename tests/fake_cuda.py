@@ -119,6 +119,9 @@ class _Ended(Event):
         pass
 
 
+NO_HOP = "these steps have no hop in memory of a device"
+
+
 class FakeCudaQueue(DeviceQueue):
     """Copies of nothing, which count; what is downloaded is zeros."""
 
@@ -138,6 +141,15 @@ class FakeCudaQueue(DeviceQueue):
     def download(self, target: HostArray, source: Tensor) -> Event:
         torch.from_numpy(target).copy_(source, non_blocking=True)
         return _Ended()
+
+    def copy_out(self, address: int, source: Tensor) -> None:
+        raise AssertionError(NO_HOP)
+
+    def copy_in(self, target: Tensor, address: int) -> Event:
+        raise AssertionError(NO_HOP)
+
+    def read(self, address: int, num_bytes: int) -> HostArray:
+        raise AssertionError(NO_HOP)
 
     def synchronize(self) -> None:
         pass
