@@ -464,18 +464,18 @@ class _StagedTransfer(StepTransfer):
 
     def hand_on(self, tensors: Sequence[Tensor]) -> list[memoryview]:
         assert not self._end, "outputs are handed on first"
-        contents = [words_or_bytes(tensor) for tensor in tensors]
         if self._hops is not None:
-            self._lent = self._hops.lend(sum(content.nbytes for content in contents))
+            self._lent = self._hops.lend(sum(tensor.nbytes for tensor in tensors))
         lent, place = self._lent, None
         if self._hops is not None and lent is not None:
             place = self._hops.place_of(np.frombuffer(lent, np.uint8))
         if lent is not None and place is not None:
             self._lent = None
+            contents = [words_or_bytes(tensor) for tensor in tensors]
             if all(content.dtype is torch.int32 for content in contents):
                 return self._leave_on_device(contents, lent, place)
         # One after the other, so that they are one payload where they are.
-        return [self._fetch_at(_tight(self._end), content) for content in contents]
+        return [self._fetch_at(_tight(self._end), tensor) for tensor in tensors]
 
     def fetch(self, tensor: Tensor) -> memoryview:
         return self._fetch_at(aligned(self._end), tensor)

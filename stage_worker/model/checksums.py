@@ -84,4 +84,4 @@ def words_or_bytes(tensor: Tensor) -> Tensor:
     content = tensor.contiguous().flatten().view(torch.uint8)
     if content.nbytes % WORD_BYTES:
         return content
-    return (content.clone() if content.data_ptr() % WORD_BYTES else content).view(torch.int32)
+    return (content.clone() if content.storage_offset() % WORD_BYTES else content).view(torch.int32)

@@ -69,24 +69,18 @@ class _Window:
     copied: CopyEvent | None = None
 
     @torch.inference_mode()
-    def bring(self, piece: WeightPiece, copies: DeviceCopies) -> None:
-        """Fill this window with the piece, once the last copy from it has ended, and begin its copy."""
+    def bring(self, piece: WeightPiece, target: Tensor, copies: DeviceCopies) -> None:
+        """Fill this window with the piece, once the last copy from it has ended, and begin its copy to
+        `target`, the bytes of the piece's.
+        """
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
-        source = self._bytes_for(piece.target, copies)
+        if target.numel() > len(self.memory):  # the narrowest columns of a matrix with very many rows
+            self.memory = copies.host_memory(target.numel())
+        source = self.memory[: target.numel()].reshape(target.shape)
         piece.fill(torch.from_numpy(source).view(piece.target.dtype))
-        self.copied = copies.upload(piece.target.view(torch.uint8), source)
-
-    def _bytes_for(self, target: Tensor, copies: DeviceCopies) -> HostBytes:
-        """Memory for the bytes of `target`; it grows for the narrowest columns of a matrix with very many
-        rows.
-        """
-        *sizes, last = target.shape
-        num_bytes = target.numel() * target.element_size()
-        if num_bytes > len(self.memory):
-            self.memory = copies.host_memory(num_bytes)
-        return self.memory[:num_bytes].reshape(*sizes, last * target.element_size())
+        self.copied = copies.upload(target, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +159,12 @@ class WeightReads:
         if copies is None:
             assert piece.target.device.type == "cpu", "weights reach a device by copies"
             return _Read(piece, self._run(piece, _fill, piece))
+        target = piece.target.view(torch.uint8)
         if piece.pinned is not None:
-            self._direct.append(copies.upload(piece.target.view(torch.uint8), piece.pinned))
+            self._direct.append(copies.upload(target, piece.pinned))
             return _Read(piece, _ended())
         window = self._window(copies)
-        return _Read(piece, self._run(piece, window.bring, piece, copies), window)
+        return _Read(piece, self._run(piece, window.bring, piece, target, copies), window)
 
     def _run(
         self, piece: WeightPiece, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs
