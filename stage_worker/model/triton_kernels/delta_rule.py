@@ -59,10 +59,10 @@ def _of_head(numbers, head, keys, KEY_DIM: tl.constexpr, BY_CHANNEL: tl.constexp
 
 @triton.jit
 def delta_kernel(
-    convolved, strengths, strength_stride, decays, decay_stride, rates, biases, states, sequences, found, eps,
-    scale, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr,
-    IS_TILED: tl.constexpr, BY_CHANNEL: tl.constexpr, HEADS: tl.constexpr, VALUES: tl.constexpr,
-    TILES: tl.constexpr, FIELDS: tl.constexpr,
+    convolved, strengths, decays, rates, biases, states, sequences, found, eps, scale,
+    STRENGTH_STRIDE: tl.constexpr, DECAY_STRIDE: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, IS_TILED: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    HEADS: tl.constexpr, VALUES: tl.constexpr, TILES: tl.constexpr, FIELDS: tl.constexpr,
 ):
     """`VALUES` columns of one head of one sequence: grid [sequences, HEADS * TILES]."""
     sequence = sequences + tl.program_id(0) * FIELDS
@@ -87,11 +87,12 @@ def delta_kernel(
         value = tl.load(
             at + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values, mask=is_value, other=0.0
         ).to(tl.float32)
-        strength = tl.sigmoid(tl.load(strengths + row * strength_stride + head).to(tl.float32))
+        strength = tl.sigmoid(tl.load(strengths + row * STRENGTH_STRIDE + head).to(tl.float32))
         strength = strength.to(given).to(tl.float32)
-        decay = _of_head(decays + row * decay_stride, head, keys, KEY_DIM, BY_CHANNEL) + bias
-        kept = tl.exp(rate * softplus(decay))
+        decay = _of_head(decays + row * DECAY_STRIDE, head, keys, KEY_DIM, BY_CHANNEL)
+        decay = rate * softplus(decay + bias)
         query, key = _unit(query, eps) * scale, _unit(key, eps)
+        kept = tl.exp(decay)
         state = state * (kept[:, None] if BY_CHANNEL else kept)
         update = (value - tl.sum(key[:, None] * state, 0)) * strength
         state += key[:, None] * update[None, :]
@@ -116,6 +117,8 @@ def delta_rule(
     dtype = torch.float32 if by_channel else convolved.dtype
     found = convolved.new_empty(len(convolved), mixer.o_size, dtype=dtype)
     constants = {
+        "STRENGTH_STRIDE": gates.strength.stride(0),
+        "DECAY_STRIDE": gates.decay.stride(0),
         "KEY_HEADS": mixer.num_key_heads,
         "KEY_DIM": mixer.key_dim,
         "VALUE_DIM": mixer.value_dim,
@@ -123,9 +126,9 @@ def delta_rule(
         "IS_TILED": isinstance(mixer, GatedDelta) and mixer.layout.is_tiled,
         "BY_CHANNEL": by_channel,
     }
-    tiles = StateTiles.of(rows, mixer.value_dim)
+    tiles = StateTiles.of(rows, mixer.key_dim, mixer.value_dim, has_row_decays=by_channel)
     tiles.launch(delta_kernel, mixer.num_heads, constants, len(rows.sequences))(
-        *(convolved, gates.strength, gates.strength.stride(0), gates.decay, gates.decay.stride(0)),
-        *(gates.rates, gates.bias, states, rows.sequences, found, UNIT_EPS, mixer.key_dim**-0.5),
+        *(convolved, gates.strength, gates.decay, gates.rates, gates.bias, states, rows.sequences, found),
+        *(UNIT_EPS, mixer.key_dim**-0.5),
     )
     return found

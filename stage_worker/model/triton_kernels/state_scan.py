@@ -37,10 +37,10 @@ class ScanGates:
 # fmt: off
 @triton.jit
 def scan_kernel(
-    convolved, steps, step_stride, rates, biases, skips, states, sequences, found,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, STATE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    GROUP_WIDTH: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, TILES: tl.constexpr,
-    FIELDS: tl.constexpr,
+    convolved, steps, rates, biases, skips, states, sequences, found,
+    STEP_STRIDE: tl.constexpr, GROUPS: tl.constexpr, STATE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    GROUP_WIDTH: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, VALUES: tl.constexpr,
+    TILES: tl.constexpr, FIELDS: tl.constexpr,
 ):
     """`VALUES` columns of one head of one sequence: grid [sequences, HEADS * TILES]."""
     sequence = sequences + tl.program_id(0) * FIELDS
@@ -63,7 +63,7 @@ def scan_kernel(
         of_group = at + HEADS * HEAD_DIM + group * STATE_SIZE + entries
         b = tl.load(of_group, mask=is_state, other=0.0).to(tl.float32)
         c = tl.load(of_group + GROUPS * STATE_SIZE, mask=is_state, other=0.0).to(tl.float32)
-        step = softplus(tl.load(steps + row * step_stride + head).to(tl.float32) + bias)
+        step = softplus(tl.load(steps + row * STEP_STRIDE + head).to(tl.float32) + bias)
         state = state * tl.exp(step * rate) + b[:, None] * (x * step)[None, :]
         output = tl.sum(c[:, None] * state, 0) + x * skip
         tl.store(found + row * (HEADS * HEAD_DIM) + own_values, output, mask=is_value)
@@ -80,15 +80,15 @@ def state_scan(convolved: Tensor, gates: ScanGates, states: Tensor, rows: StateR
     assert rows.sequences is not None, "slices of torch's operators"
     found = convolved.new_empty(len(convolved), mixer.o_size, dtype=torch.float32)
     constants = {
+        "STEP_STRIDE": gates.step.stride(0),
         "GROUPS": mixer.num_head_groups,
         "STATE_SIZE": mixer.state_size,
         "HEAD_DIM": mixer.head_dim,
         "GROUP_WIDTH": mixer.group_width,
         "ROWS": padded(mixer.state_size),
     }
-    tiles = StateTiles.of(rows, mixer.head_dim)
+    tiles = StateTiles.of(rows, mixer.state_size, mixer.head_dim)
     tiles.launch(scan_kernel, mixer.num_heads, constants, len(rows.sequences))(
-        *(convolved, gates.step, gates.step.stride(0), gates.rates, gates.bias, gates.skip),
-        *(states, rows.sequences, found),
+        *(convolved, gates.step, gates.rates, gates.bias, gates.skip, states, rows.sequences, found)
     )
     return found
