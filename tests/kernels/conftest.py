@@ -23,6 +23,7 @@ if _IS_INTERPRETED or not find_spec("triton"):
 NUM_CI_CASES = 20
 CI_CASES = (
     "test_shapes_equal_those_of_torch[delta-tiled]",
+    "test_shapes_equal_those_of_torch[kimi-rates]",
     "test_shapes_equal_those_of_torch[mamba-one-group]",
 )
 """Beside those, one of each recurrent mixer."""
