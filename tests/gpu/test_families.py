@@ -35,6 +35,10 @@ MOST_RMS = {DType.BF16: 0.03, DType.F16: 0.004}
 
 On a CPU, bfloat16 has 0.005 to 0.015 and float16 an eighth of it, as 3 more bits of a product should.
 """
+MOST_OF_OWN = 1.5
+"""Of what transformers' own computation in that dtype has on a CPU, where that is more: Gemma 4, with its
+norms, soft caps and scaled outputs, has 0.06 in bfloat16, and 0.11 beside experts.
+"""
 STORED = {DType.F32: "float32", DType.BF16: "bfloat16", DType.F16: "float16"}
 MOST_CUTS = 3
 
@@ -59,7 +63,10 @@ def test_logits_equal_transformers_in_float32(
         assert max(map(_largest, found, expected)) < (MOST_DELTA_F32 if has_delta else MOST_F32)
     else:
         has_experts = any(isinstance(kind.feed_forward, Experts) for kind in checkpoint.config.kinds)
-        assert _typical(found, expected, has_experts=has_experts) < MOST_RMS[dtype]
+        same = load_reference(directory)
+        own = [reference_logits(same, sequence.tokens).float() for sequence in sequences]
+        most = max(MOST_RMS[dtype], MOST_OF_OWN * _typical(own, expected, has_experts=has_experts))
+        assert _typical(found, expected, has_experts=has_experts) < most
 
 
 def _check_served(checkpoint: Checkpoint, device: torch.device) -> None:
