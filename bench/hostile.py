@@ -52,7 +52,8 @@ def _accepted() -> dict[str, inference_pb2.GenerateRequest]:
 
 
 def _generate(channel: grpc.Channel, data: bytes) -> None:
-    for _ in channel.unary_stream(GENERATE)(data, timeout=60):
+    call: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(GENERATE)
+    for _ in call(data, timeout=60):
         pass
 
 

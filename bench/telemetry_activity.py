@@ -57,7 +57,7 @@ class Pipeline:
         """CPU time of one step."""
         cohort = self._cohorts[self._num_steps % NUM_IN_FLIGHT]
         slices = tuple(StepSlice(sequence.key, 0, (1,), Decode(9)) for sequence in cohort)
-        step = Step(epoch=1, step_id=self._num_steps, slices=slices)
+        step = Step.of(slices, epoch=1, step_id=self._num_steps)
         result = StepResult.of(1, self._num_steps, (), self._times)
         progress = [SequenceUpdate(sequence, token=5) for sequence in cohort]
         self._num_steps += 1

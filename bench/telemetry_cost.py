@@ -205,10 +205,10 @@ def span_step_us(num_sequences: int, num_steps: int) -> float:
     keys = [SequenceKey(new_request_id(), 0) for _ in range(num_sequences)]
     parent = format_traceparent(span_context(1, 2))
     starts = tuple(StartRecord(key, 0, 1, (1,), StepSampling(), parent) for key in keys)
-    output = TimedOutput(HandedOn(0, b"", None), (), 0, StepTiming(1.0, 1.1, 1.2, 1.3, 0.1))
-    spans.step_done(Frame(Step(epoch=1, step_id=0, starts=starts), None), output, 1.4)
+    output = TimedOutput(HandedOn(0, 0, ()), (), 0, StepTiming(1.0, 1.1, 1.2, 1.3, 0.1))
+    spans.step_done(Frame(Step(epoch=1, step_id=0, starts=starts), ()), output, 1.4)
     slices = tuple(StepSlice(key, 0, (1,), Decode(1)) for key in keys)
-    frames = [Frame(Step.of(slices, epoch=1, step_id=step_id), None) for step_id in range(num_steps)]
+    frames = [Frame(Step.of(slices, epoch=1, step_id=step_id), ()) for step_id in range(num_steps)]
     began = time.perf_counter_ns()
     for frame in frames:
         spans.step_done(frame, output, 1.4)
@@ -221,13 +221,13 @@ def encoded_span_us() -> float:
     spans = StageSpans(_recorder(sink), NoStage(), worker="bench")
     spans.epoch_began(_assignment(0), 1)
     parent = format_traceparent(span_context(1, 2))
-    output = TimedOutput(HandedOn(0, b"", None), (), 0, StepTiming(1.0, 1.1, 1.2, 1.3, 0.1))
+    output = TimedOutput(HandedOn(0, 0, ()), (), 0, StepTiming(1.0, 1.1, 1.2, 1.3, 0.1))
     for _ in range(16):
         key = SequenceKey(new_request_id(), 0)
         start = StartRecord(key, 0, 1, (1,), StepSampling(), parent)
         part = StepSlice(key, 0, (1,), Prefill(0, 1, 1))
         step = Step.of((part,), epoch=1, step_id=0, starts=(start,))
-        spans.step_done(Frame(step, None), output, 1.4)
+        spans.step_done(Frame(step, ()), output, 1.4)
     return _median_us(lambda: encode_spans(sink.spans).SerializeToString(), 200) / 16
 
 
@@ -253,7 +253,7 @@ def worker_step_us(registry: Registry, num_steps: int) -> float:
     frame = Frame(Step(epoch=1, step_id=0), hidden)
     times = []
     for index in range(num_steps):
-        output = TimedOutput(HandedOn(0, b"", hidden), (), 0, StepTiming(index, index, index, index + 0.5, 0))
+        output = TimedOutput(HandedOn(0, 0, hidden), (), 0, StepTiming(index, index, index, index + 0.5, 0))
         times.append(_median_us(lambda output=output: metrics.step_done(frame, output, 1.0), 1))  # type: ignore[misc]
     return statistics.median(times)
 

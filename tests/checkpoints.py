@@ -10,6 +10,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Mistral4Config,
     Mistral4ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -68,7 +69,7 @@ def make_config(family: str, *, num_layers: int, **config_overrides: Any) -> Pre
 
 def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
     """A random model; transformers' auto class knows Mistral 4 within a wrapper only."""
-    if config.model_type == "mistral4":
+    if isinstance(config, Mistral4Config):
         return Mistral4ForCausalLM(config)
     return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -99,9 +99,11 @@ def send(channel: grpc.Channel, hostile: Hostile, *, timeout_s: float = 30.0) ->
     """Status and reason of the answer, which must be an error."""
     try:
         if hostile.method == SERVE:
-            answers = channel.stream_stream(hostile.method)(iter([hostile.data]), timeout=timeout_s)
+            serve: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(hostile.method)
+            answers = serve(iter([hostile.data]), timeout=timeout_s)
         else:
-            answers = channel.unary_stream(hostile.method)(hostile.data, timeout=timeout_s)
+            call: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(hostile.method)
+            answers = call(hostile.data, timeout=timeout_s)
         for _ in answers:
             pass
     except grpc.RpcError as error:
@@ -115,7 +117,7 @@ def _reason(error: Any) -> str:
     info = error_details_pb2.ErrorInfo()
     for detail in status_pb2.Status.FromString(data).details:
         detail.Unpack(info)
-    return info.reason
+    return str(info.reason)
 
 
 def open_channel(address: str) -> grpc.Channel:

@@ -99,7 +99,9 @@ class _Weights:
         self.projections = [project(matrix, None, KERNELS.layer_products) for matrix in matrices]
         self.to_keys = _random(MIXER.num_heads, MIXER.nope_dim, MIXER.kv_rank)
         self.to_values = _random(MIXER.num_heads, MIXER.kv_rank, MIXER.value_dim)
-        self.num_bytes = sum(2 * matrix.numel() for matrix in (*matrices, weights.keys, weights.values))
+        held = [one for one in (*matrices, weights.keys, weights.values) if isinstance(one, Tensor)]
+        assert len(held) == 4, "in bfloat16, as drawn"
+        self.num_bytes = sum(2 * matrix.numel() for matrix in held)
 
 
 class _Case:

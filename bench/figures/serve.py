@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -33,7 +34,7 @@ class _Count:
     started: int = 0
 
 
-Read = Callable[[int, _Count], Awaitable[None]]
+Read = Callable[[int, _Count], Coroutine[Any, Any, None]]
 
 
 async def measure(setting: Setting) -> list[Figure]:
@@ -94,8 +95,10 @@ def _cpu_s(cluster: BenchCluster) -> float:
 
 
 def _request(cluster: BenchCluster) -> inference_pb2.GenerateRequest:
+    prompt = cluster.prompt(PROMPT_TOKENS)
+    assert not isinstance(prompt, str), "mock stages have no words"
     request = inference_pb2.GenerateRequest(max_tokens=MAX_TOKENS)
-    request.token_ids.ids.extend(cluster.prompt(PROMPT_TOKENS))
+    request.token_ids.ids.extend(prompt)
     request.sampling.ignore_eos = True
     return request
 

@@ -71,7 +71,7 @@ def fail(fault: str) -> None:
 
     from stage_worker.backends.contract import DeviceError
 
-    device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    device = "cuda" if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]
     if fault == MEMORY:
         torch.empty(MORE_THAN_ANY, dtype=torch.uint8, device=device)
     elif fault == ASSERT and device == "cpu":

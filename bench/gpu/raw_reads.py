@@ -57,7 +57,7 @@ class _Reader:
             window = self._windows[number % WINDOWS_OF_READER]
             if len(copied) == WINDOWS_OF_READER:
                 copied.pop(0).synchronize()
-            os.preadv(source, [window[: min(PIECE_BYTES, end - begin)].numpy()], begin)
+            os.preadv(source, [window[: min(PIECE_BYTES, end - begin)].numpy().data], begin)
             if self._stream is not None:
                 copied.append(self._copy(window))
         if self._stream is not None:

@@ -129,7 +129,7 @@ class BenchStage:
 
     def traced(self, steps: Sequence[Step], folder: Path) -> list[TracedStep]:
         """Run steps under the profiler, and read what each did on the GPU."""
-        activities = torch.profiler.supported_activities()
+        activities = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
         file = folder / "trace.json"
         with torch.profiler.profile(activities=activities) as profiled:
             self._run_here(steps)

@@ -28,7 +28,7 @@ def _round_s(work: Callable[[], object], device: torch.device, repeats: int) -> 
         for _ in range(repeats):
             work()
         return time.perf_counter() - began_s
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(repeats):
         work()

@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from bench.harness.hop_sink import EPOCH, HOST, MESSAGE_BYTES, METHOD, SECRET, message
 from bench.harness.peer import Peer
 from wire.addresses import Address
@@ -35,7 +37,7 @@ class BareHop:
         """Each message of a connection waits for the answer to the one before."""
         ports = (await self._sink.ask({"grpc": num_connections}))["ports"]
         async with AsyncExitStack() as stack:
-            calls = []
+            calls: list[grpc.aio.StreamStreamCall[bytes, bytes]] = []
             for port in ports:
                 channel = await stack.enter_async_context(self._transport.channel(f"{HOST}:{port}"))
                 calls.append(channel.stream_stream(METHOD)(wait_for_ready=True))
