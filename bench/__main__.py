@@ -1,6 +1,6 @@
 """Dispatches `python -m bench`; `python -m bench gpu` is a command of its own.
 
-Each command is imported when it is chosen: that of a GPU reports missing packages, which the other needs.
+Each command is imported when it is chosen: the one for a GPU reports missing packages, which the other needs.
 """
 
 from __future__ import annotations

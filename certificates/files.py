@@ -65,7 +65,7 @@ class TlsMaterial:
     def load_chain(self, context: ssl.SSLContext) -> None:
         """Give a context the certificate and its key. Raises ssl.SSLError.
 
-        Python reads them from files only; those of the directory may just be changing.
+        Python reads them from files only; the files of the directory may just be changing.
         """
         descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
         with os.fdopen(descriptor, "wb") as file:

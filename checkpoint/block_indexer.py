@@ -41,7 +41,7 @@ class BlockIndexer:
 
 
 def parse_block_indexer(raw: RawConfig, eps: float, *, rotated: int) -> BlockIndexer:
-    """The indexer of layers whose heads rotate `rotated` elements; `eps` is that of its norms.
+    """The indexer of layers whose heads rotate `rotated` elements; `eps` belongs to its norms.
 
     Raises BadConfig, and UnsupportedModel for several keys a token.
     """

@@ -391,7 +391,7 @@ class LayerPlan:
 
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
-        """What it keeps of a sequence beside pages: the state of its mixer, then that of `ngrams`."""
+        """What it keeps of a sequence beside pages: the state of its mixer, then the state of `ngrams`."""
         of_mixer = () if self.recurrent is None else self.recurrent.state_parts
         return of_mixer if self.ngrams is None else (*of_mixer, *self.ngrams.state_parts)
 

@@ -197,7 +197,7 @@ class Streams(Enum):
     """How a family mixes several residual streams.
 
     INDEPENDENT reads hc_mult and hc_eps. GATED reads hc_count and hc_lowrank, see `GatedConnection`: norms
-    around mixers and feed-forwards are those of the streams, and so is the one after the last layer.
+    around mixers and feed-forwards belong to the streams, and so does the one after the last layer.
     """
 
     INDEPENDENT = "hc_mult residual streams, written with hc_magnitude"

@@ -35,7 +35,7 @@ _HY_4_NAMES = or_with(
     Pack(module="hc_pre.hc_mlp_layer.hc", roles=(TensorRole.FFN_STREAMS,), has_kind=False),
     collapse="hc_pre.hc_head.hc_head_{kind}",
 )
-"""Published names; the others are those of transformers' save_pretrained, which should restore the first."""
+"""Published names; transformers' save_pretrained writes the others, which should restore the first."""
 _HY_4_SWITCHES: dict[str, object] = {
     "enable_ihc": True,
     "gated_mla": True,

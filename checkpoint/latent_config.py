@@ -73,7 +73,7 @@ def _own_indexers(raw: RawConfig, rule: IndexRule, num_layers: int) -> list[bool
 
 
 def _parse_indexer(raw: RawConfig, latent: Latent, rule: IndexRule, eps: float) -> Latent:
-    """`latent` with its indexer; `eps` is that of the model's norms."""
+    """`latent` with its indexer; `eps` belongs to the model's norms."""
     if latent.query_rank is None:
         raise BadConfig("config field 'q_lora_rank' is null, but the indexer projects latents of queries")
     indexer = Indexer(

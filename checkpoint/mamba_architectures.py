@@ -30,7 +30,7 @@ _MAMBA_KEYS = (
     "mamba_n_heads mamba_d_head mamba_n_groups mamba_d_state mamba_d_conv mamba_expand mamba_conv_bias"
     " mamba_proj_bias mamba_chunk_size time_step_limit"
 )
-"""The chunk size is that of other kernels: it changes only the order of sums."""
+"""The chunk size belongs to other kernels: it changes only the order of sums."""
 _STATE_MODULES = {
     TensorRole.STATE_CONV: "mamba.conv1d",
     TensorRole.STATE_DECAY: "mamba",

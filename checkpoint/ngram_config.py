@@ -15,7 +15,7 @@ _MOST_HEADS = 1024
 def parse_ngrams(
     raw: RawConfig, are_recurrent: tuple[bool, ...], *, num_streams: int, eps: float
 ) -> dict[int, NgramEmbedding]:
-    """The embeddings of each layer that has them; `eps` is that of its norms.
+    """The embeddings of each layer that has them; `eps` belongs to its norms.
 
     Raises BadConfig, and UnsupportedModel for a layer that is not recurrent.
     """

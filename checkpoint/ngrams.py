@@ -35,7 +35,7 @@ class NgramEmbedding:
     values times the gates.
 
     The state has the inputs of the convolution that later tokens need, and the last `size` - 1 token ids as
-    differences from `separator`: a state of zeros is that of a sequence's beginning. They are float32, which
+    differences from `separator`: a state of zeros is the beginning of a sequence. They are float32, which
     holds integers below 2^24.
 
     Source: Qwen4-Exp in transformers, Qwen4ExpTextPLELayer (per-layer embeddings).

@@ -38,7 +38,7 @@ class Pins:
     """A source at one version. Equal pins are equal bytes if the source's validators are right.
 
     `source` has no credentials. `manifest_sha256` identifies the hashes of all tensors; "" without them.
-    `sampled_values` are those of the coordinator's directory, where that is the source.
+    `sampled_values` come from the coordinator's directory, where that is the source.
     """
 
     source: str

@@ -113,7 +113,7 @@ _EXPERTS = r"re:(.*\.)?experts\.\d+\."
 def _parse_fp8(found: RawConfig) -> Quantization:
     """fp8 of DeepSeek, transformers and AutoFP8. `activation_scheme` is about activations only.
 
-    DeepSeek's configs do not say that routers are plain. `expert_dtype` is that of DeepSeek V4.
+    DeepSeek's configs do not say that routers are plain. `expert_dtype` is a field of DeepSeek V4.
     """
     _refuse_unknown(
         found,

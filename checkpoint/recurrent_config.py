@@ -15,7 +15,7 @@ from checkpoint.rope_config import FULL
 
 
 def parse_recurrent(raw: RawConfig, row: Architecture, eps: float) -> Recurrent | None:
-    """Return the mixer of the recurrent layers of a family that has them; `eps` is that of its norms.
+    """Return the mixer of the recurrent layers of a family that has them; `eps` belongs to its norms.
 
     Raises BadConfig, and UnsupportedModel for an activation.
     """

@@ -1,4 +1,4 @@
-"""Whether the tensors of a checkpoint are those of its config, from the headers of its files alone."""
+"""Whether a checkpoint has the tensors of its config, from the headers of its files alone."""
 
 from __future__ import annotations
 

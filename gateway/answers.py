@@ -111,7 +111,7 @@ class _Answer:
     """Tokens whose text waits in the parser."""
 
     def count_reasoning(self, events: Sequence[ParserEvent], num_tokens: int) -> int:
-        """Return how many tokens are reasoning: those of a text that begins with it."""
+        """Return how many tokens are reasoning: the tokens of a text that begins with it."""
         self.num_waiting += num_tokens
         if not events:
             return 0

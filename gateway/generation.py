@@ -44,7 +44,7 @@ class GenerationSpec:
 class UsageCounts:
     """Token counts and times of a request, in seconds from its acceptance.
 
-    Cached tokens are those of the first choice of each prompt. The times are those of the choice that began
+    Cached tokens belong to the first choice of each prompt. The times belong to the choice that began
     first, and the longest decoding. None before the coordinator has reported them.
     """
 

@@ -1,4 +1,4 @@
-"""Spans of HTTP requests: one per request that generates, above those of the coordinator."""
+"""Spans of HTTP requests: one per request that generates, above the coordinator's spans."""
 
 from __future__ import annotations
 

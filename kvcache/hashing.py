@@ -1,6 +1,6 @@
 """Block hashes, sequence hashes, block chains and signal stream digests.
 
-Hash functions and constants are those of NVIDIA Dynamo's KV router (XXH3-64, salt 1337), so that such a
+Hash functions and constants come from NVIDIA Dynamo's KV router (XXH3-64, salt 1337), so that such a
 router can read the block hashes.
 
 The stream digest covers each signal and its outcome: hit, reactivated or allocated, number of owners, and the

@@ -47,7 +47,7 @@ class IndexKeys:
     ) -> None:
         """Allocate zeroed keys at once; a CPU commits memory when a block is first written.
 
-        `widths` are those of all layers, 0 for layers without an indexer; the others have one width.
+        `widths` are of all layers, 0 for layers without an indexer; the others have one width.
         """
         width = max(widths, default=0)
         if min(num_blocks, block_size, width) < 1 or set(widths) - {0, width}:
@@ -149,7 +149,7 @@ class KvPages:
 
     @property
     def groups(self) -> tuple["KvPages"]:
-        """These pages, as those of a stage with one block group."""
+        """These pages, as pages of a stage with one block group."""
         return (self,)
 
     @property
@@ -206,7 +206,7 @@ class KvPages:
     def write(self, layer: int, tokens: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
         """Store one layer's keys and values at `slots` (int64 [n]) that passed `validate_write`.
 
-        `tokens` is [n, num_parts * num_kv_heads, head_dim]: the heads of the keys, then those of the values.
+        `tokens` is [n, num_parts * num_kv_heads, head_dim]: the heads of the keys, then of the values.
         With `rows` (int64 [n]) only these of more tokens are stored. Raises InvalidWrite, before anything is
         written, for another shape, dtype or device.
         """

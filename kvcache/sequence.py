@@ -79,7 +79,7 @@ class ActiveSequence:
 
         Without `prefix_caching`, all blocks are private; without `is_announced`, subscribers are not told
         about blocks that this sequence adds. `group` is the number of its block group. The sequence of group
-        0 has those of the same tokens in the other groups as `others`, and extends them with itself.
+        0 has the sequences of the same tokens in the other groups as `others`, and extends them with itself.
 
         Raises ValueError for invalid sizes and for a token above u32.
         """
@@ -95,7 +95,7 @@ class ActiveSequence:
         self.group = group
         self.others = tuple(others)
         self.state: LiveState | None = None
-        """Recurrent state of the sequence; only that of group 0 has one, in models with such states."""
+        """Recurrent state of the sequence; only the one of group 0 has it, in models with such states."""
         private_from = self._always_private_from = None if prefix_caching else 0
         salts = (salt, num_public_blocks)
         self._chain = BlockChain(block_size=block_size, salts=salts, private_from=private_from, new_id=new_id)

@@ -231,7 +231,7 @@ class StatePool:
 
 
 _TAKE, _COPY, _FREE = 5, 6, 7
-"""Kinds of signals in the digest, after those of `kvcache.hashing`."""
+"""Kinds of signals in the digest, after the kinds of `kvcache.hashing`."""
 
 
 def _words(state: State) -> tuple[int, int]:

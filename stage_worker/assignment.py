@@ -188,7 +188,7 @@ class Prefetch:
 class Assignment:
     """One stage of a plan: layers [layer_begin, layer_end), KV capacity, and the upper bounds of a step.
 
-    `num_blocks` are the KV blocks of the first block group, `other_num_blocks` those of the others.
+    `num_blocks` are the KV blocks of the first block group, `other_num_blocks` of the others.
     `wire_dtype` is the dtype of sent hidden states (None: the computed one). `force_reload` forbids reuse of
     parts in memory. `weights` is the format of the matrices of layers, `kv_dtype` the dtype of keys and
     values in the cache (None: `dtype`). `has_long_rope`: see `RopeConfig.is_long`. `pins` are those of a

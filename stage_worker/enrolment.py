@@ -141,7 +141,7 @@ def _write(directory: Path, content: Mapping[str, bytes]) -> None:
 
 
 def _pinned(answer: bytes, token: JoinToken, address: str) -> x509.Certificate:
-    """The authority of the token. Raises CertificateRefused if it is not among those of the answer."""
+    """The authority of the token. Raises CertificateRefused if the answer does not have it."""
     try:
         found = x509.load_pem_x509_certificates(answer)
     except ValueError:

@@ -375,7 +375,7 @@ class StepSlices(Sequence[SliceLayout]):
     """The checked slices of a step: the batch of its decodes, and the layout of every slice by row.
 
     `chunks` are the layouts of its chunks. Layouts of decodes are made when first read: mocks do not need
-    them, and models only where `are_decodes_plain` is false. They are those of the first block group;
+    them, and models only where `are_decodes_plain` is false. They belong to the first block group;
     `groups` has the slices in every group. `states` are the recurrent states of the sequences; None in
     models without.
     """

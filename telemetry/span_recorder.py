@@ -34,7 +34,7 @@ def is_sampled(sampler: Sampler, trace_id: int, parent: SpanContext | None, name
 
 
 Attributes = dict[str, str | int | float | bool]
-"""Keys are those of `telemetry.spans.Attr`."""
+"""Keys are in `telemetry.spans.Attr`."""
 
 _SCOPE = InstrumentationScope("stageline")
 _OK = Status(StatusCode.UNSET)

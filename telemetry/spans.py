@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class SpanName(StrEnum):
-    """Names of spans; those of HTTP requests follow OpenTelemetry's conventions."""
+    """Names of spans; spans of HTTP requests follow OpenTelemetry's conventions."""
 
     HTTP_COMPLETIONS = "POST /v1/completions"
     HTTP_CHAT = "POST /v1/chat/completions"

@@ -184,7 +184,7 @@ class _ByteStream:
     """Byte-level tokenizers. The context matters only for a character that it leaves incomplete."""
 
     def __init__(self, codec: TextCodec, context: Sequence[int], whole_texts: dict[int, str]) -> None:
-        """`whole_texts` are those of tokens that were decoded before."""
+        """`whole_texts` are the texts of tokens that were decoded before."""
         self._codec = codec
         self._whole_texts = whole_texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")

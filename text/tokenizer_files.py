@@ -33,7 +33,7 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """Read the files by name, or make those of a GGUF file.
+    """Read the files by name, or make them of a GGUF file.
 
     Raises CheckpointError, also for a FIFO, device or link to another's file.
     """

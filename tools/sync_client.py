@@ -30,7 +30,7 @@ _DOCSTRING = """Client of the coordinator at `address` (HOST:PORT), for threads 
             for output in client.generate("Once upon a time", max_tokens=100):
                 print(output.text, end="", flush=True)
 
-    The methods are those of `Client`. Threads can share a client, and their calls are concurrent; a running
+    It has the methods of `Client`. Threads can share a client, and their calls are concurrent; a running
     event loop does not matter. The client opens at its first call, waits up to `connect_timeout_s` for the
     coordinator, and closes at the end of `with`, by `close`, or when it is collected. Detached requests
     survive outages of up to `reattach_timeout_s`. In a process that was forked after the first call of any
@@ -100,7 +100,7 @@ def _passed_on(arguments: ast.arguments) -> str:
 
 
 def _imports(tree: ast.Module, used: Collection[str]) -> Iterator[str]:
-    """The imports of `Client` that are used, and those of the translation."""
+    """The imports of `Client` that are used, and the imports of the translation."""
     yield "from collections.abc import Generator"
     yield "from stageline.client.blocking import BlockingCalls\nfrom stageline.client.client import Client"
     for node in tree.body:

@@ -37,7 +37,7 @@ class StaticFile:
 
 
 def load_static_files(directory: Path) -> dict[str, StaticFile]:
-    """Files of a page and those of all pages, by name; no other file is ever read for a client."""
+    """Files of a page and of all pages, by name; no other file is ever read for a client."""
     paths = [*SHARED_DIRECTORY.iterdir(), *directory.iterdir()]
     return {path.name: _load(path) for path in sorted(paths) if path.suffix in _TYPES}
 

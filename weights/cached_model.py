@@ -43,7 +43,7 @@ def unit_of(tensor: str) -> str:
 class CachedModel:
     """Tensors of one model on disk. Writes may come from several threads.
 
-    The files are those of the checkpoint in name, size and offsets; what is not cached is a hole.
+    The files equal the checkpoint's in name, size and offsets; what is not cached is a hole.
     """
 
     def __init__(self, folder: Path, *, piece_bytes: int) -> None:

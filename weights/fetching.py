@@ -41,7 +41,7 @@ class TensorFetcher:
         policy: TransferPolicy = DEFAULT_TRANSFER,
         keeps_served: bool = False,
     ) -> None:
-        """`sha256s` are those of the manifest, for all tensors to be fetched; without them none is proven.
+        """`sha256s` come from the manifest, for all tensors to be fetched; without them none is proven.
 
         With `keeps_served` no tensor of the worker's last stage is evicted.
         """

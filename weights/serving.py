@@ -107,7 +107,7 @@ class DirectoryFiles(HeldFiles):
     """A checkpoint's directory, or its GGUF files, as long as its files are those that were opened."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, TensorEntry], fingerprint: str) -> None:
-        """`tensors` are those of the checkpoint in the directory."""
+        """`tensors` belong to the checkpoint in the directory."""
         self.fingerprint, self._directory = fingerprint, directory
         self.files = stat_files(directory, _names_of(directory, tensors))
         self._identities = {file.name: file for file in self.files}

@@ -22,7 +22,7 @@ _ENDPOINT = re.compile(r"https?://[\w.\[\]:-]+(/[\w./~-]*)?", re.ASCII)
 
 
 class StoreSource(WeightSource):
-    """A prefix of a bucket. Credentials, region and endpoint are those of the environment, such as AWS_*."""
+    """A prefix of a bucket. Credentials, region and endpoint come from the environment, such as AWS_*."""
 
     location: RemoteModel
 
@@ -40,7 +40,7 @@ class StoreSource(WeightSource):
         _check_endpoints()
         try:
             # The transfer retries, and goes on where a range broke off. Client options given here would
-            # replace those of the environment.
+            # replace the environment's.
             self._store: ObjectStore = from_url(location.folder_address, retry_config={"max_retries": 0})
         except Exception as error:
             raise SourceRefused(f"{location} cannot be opened: {_kind(error)}") from error

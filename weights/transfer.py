@@ -43,7 +43,7 @@ class Transfer:
 
     @property
     def received_bytes(self) -> int:
-        """All bytes that arrived, also those of gaps."""
+        """All bytes that arrived, also bytes of gaps."""
         return self._received_bytes
 
     def run(self, ranges: Iterable[FileRange], check: Callable[[], None]) -> None:

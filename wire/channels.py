@@ -133,7 +133,7 @@ def new_server(
 ) -> grpc.aio.Server:
     """Return a server that maps `ServingError` to statuses; the caller adds services, binds and starts it.
 
-    `authorization` and `limits` (default: those of PeerLimits) see a call before its message is read.
+    `authorization` and `limits` (default: `PeerLimits`) see a call before its message is read.
     """
     options = (
         *SERVER_OPTIONS,

@@ -14,7 +14,7 @@ MAX_TOP_LOGPROBS = 20
 class Range:
     """Valid numbers: [low, high], or (low, high] without `low` itself; never NaN.
 
-    `help` and `metavar` are those of the command-line flag.
+    `help` and `metavar` describe the command-line flag.
     """
 
     low: float

@@ -77,7 +77,7 @@ class BenchStage:
         self._hidden = torch.randn(shape, generator=generator).to(dtype_of(str(device)))
 
     async def period_s(self, steps: Sequence[Step]) -> float:
-        """Mean seconds from the end of a step to that of the next, while all others wait.
+        """Mean seconds from the end of a step to the end of the next, while all others wait.
 
         Raises NotMeasured for fewer than three steps.
         """

@@ -1,7 +1,7 @@
 """What a GPU did during steps, from events of torch.profiler's trace. Pure.
 
 The trace is Chrome's format: "X" events with begin `ts` and `dur` in microseconds. A kernel or copy has the
-`correlation` of the call that launched it; a graph's kernels all have that of its launch. A step is a range
+`correlation` of the call that launched it; a graph's kernels all have its launch's. A step is a range
 with the name STEP on the launching thread, so what belongs to it is known however late it runs.
 """
 

@@ -23,7 +23,7 @@ def measured_apart(
 ) -> Measure:
     """Measure `module` in a child process. Raises NotMeasured with the end of its output.
 
-    `python` and `folder` are those of another checkout, if it is to measure its own.
+    `python` and `folder` belong to another checkout, if it is to measure its own.
     """
 
     async def measure(setting: Setting) -> list[Figure]:

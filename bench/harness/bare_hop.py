@@ -19,7 +19,7 @@ from wire.transport import PLAIN, client_transport
 
 
 class BareHop:
-    """A hop to another process; with TLS if `directories` has those of both ends."""
+    """A hop to another process; with TLS if `directories` has the certificates of both ends."""
 
     def __init__(self, directories: tuple[Path, Path] | None = None) -> None:
         self._transport = PLAIN if directories is None else client_transport(directories[0])

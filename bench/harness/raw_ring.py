@@ -1,4 +1,4 @@
-"""A ring of raw grpc.aio streams: its laps and rates are lower bounds of those of a pipeline of stages."""
+"""A ring of raw grpc.aio streams: its laps and rates bound a pipeline of stages from below."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def _state_sizes(fields: Fields) -> tuple[int, int]:
 
 
 def _listed(found: int | list[int], num_layers: int) -> list[int]:
-    """A number of each of the first layers; one number is that of all."""
+    """A number of each of the first layers; one number counts for all."""
     return found[:num_layers] if isinstance(found, list) else [found] * num_layers
 
 

@@ -48,7 +48,7 @@ def token_transfer_us(
 ) -> tuple[float, ...]:
     """Time in microseconds that a token takes on each hop between stages with a measured rate.
 
-    `boundary_bytes` are those of a token in the run dtype; it is sent in `wire_dtype` if that is not None.
+    `boundary_bytes` are of a token in the run dtype; it is sent in `wire_dtype` if that is not None.
     """
     width = boundary_bytes // plan.dtype.size_bytes
     sent_bytes = payload_bytes(wire_dtype or plan.dtype, (1, width))

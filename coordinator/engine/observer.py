@@ -34,7 +34,7 @@ class EndCause(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSnapshot:
-    """Numbers of the engine at one time; sequences are those of live requests.
+    """Numbers of the engine at one time; sequences are of live requests.
 
     `num_preparing` sequences belong to requests that are not live yet.
     """

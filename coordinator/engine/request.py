@@ -221,7 +221,7 @@ class Request:
 
     @property
     def streams(self) -> tuple[OutputStream, ...]:
-        """The reader's stream and those of observers."""
+        """The streams of the reader and of observers."""
         return (*self._observers,) if self.stream is None else (self.stream, *self._observers)
 
     def observe(self, open_stream: abc.Callable[[], OutputStream]) -> OutputStream:

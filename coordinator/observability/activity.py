@@ -199,7 +199,7 @@ class Snapshot:
     Attributes:
         now_s: time of the snapshot; `now_unix_s` is the same moment in Unix time.
         bubble_share: value of the metric `stageline.pipeline.bubble`, None without steps in flight.
-        num_answered: number of all answered steps; `steps` has those of the last seconds, oldest first.
+        num_answered: number of all answered steps; `steps` has the steps of the last seconds, oldest first.
         workers: names of the stages' workers.
         seconds: oldest first.
         ended: requests, latest first.

@@ -270,7 +270,7 @@ class TraceStore:
     """Traces by id and by request. Thread-safe; spans may arrive late, repeatedly and in any order.
 
     The oldest trace is evicted first, and within a trace over its own limit the oldest span. Traces without a
-    request's root span, and those of refused requests, are evicted before others as soon as either kind holds
+    request's root span, and spans of refused requests, are evicted before others as soon as either kind holds
     more than a quarter of a limit.
     """
 

@@ -268,7 +268,7 @@ def _refuse_gpus(config: Blueprint, workers: Sequence[WorkerCapacity]) -> None:
 
 
 MIN_STATES = 2
-"""Recurrent states of a plan at least: that of a sequence, and one that it continues from."""
+"""Recurrent states of a plan at least: one of a sequence, and one that it continues from."""
 
 
 def _plan_with_states(

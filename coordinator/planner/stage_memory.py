@@ -131,7 +131,7 @@ workspaces of cuBLAS and cuBLASLt (32 MiB each on Hopper), modules that librarie
 class StageMemory:
     """Memory of the stages of one model under one set of limits, in bytes.
 
-    Layers may differ. Activations are those of the largest layer of the model.
+    Layers may differ. Activations count the largest layer of the model.
     """
 
     config: Blueprint
@@ -505,7 +505,7 @@ class StageMemory:
         return choice + keys + (max(INDEX_ELEMENTS, pairs) + 5 * pairs) * 4
 
     def _block_index_bytes(self, indexer: BlockIndexer, longest: int, gathered: int) -> int:
-        """Like `_index_bytes`, with keys of blocks beside those of tokens, and masks of tokens."""
+        """Like `_index_bytes`, with keys of blocks beside keys of tokens, and masks of tokens."""
         if longest // indexer.block_size <= indexer.top_blocks:
             return 0
         keys = gathered * indexer.head_dim * (self.dtype.size_bytes + 4)

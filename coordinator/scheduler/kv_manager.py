@@ -41,7 +41,7 @@ WATERMARK_FRACTION = 0.01
 class AdmissionPlan:
     """Requirements of a queued sequence: at most `num_new_blocks` free or evictable blocks.
 
-    `other_new_blocks` are those of the block groups after the first.
+    `other_new_blocks` belong to the block groups after the first.
     """
 
     active: ActiveSequence
@@ -135,7 +135,7 @@ class KvCacheManager:
         num_states: int = 0,
         grid_tokens: int = SNAPSHOT_GRID_TOKENS,
     ) -> None:
-        """`num_blocks` and `window` are those of the first group.
+        """`num_blocks` and `window` describe the first group.
 
         With a window, sequences release blocks that no later query can see. `num_states` is 0 for models
         without recurrent layers; `grid_tokens` are between the snapshots of a long sequence.
@@ -206,7 +206,7 @@ class KvCacheManager:
     def take_events(self) -> list[Announced]:
         """Take the KV events since the last call, in order.
 
-        They are those of the first group. Private blocks and blocks of `new_sequence` have no events.
+        They belong to the first group. Private blocks and blocks of `new_sequence` have no events.
         """
         events, self._events = self._events, []
         return events

@@ -43,7 +43,7 @@ class DoctorAgent:
         versions: Mapping[str, str],
         now_us: Callable[[], int] = wall_clock_us,
     ) -> None:
-        """`places` are those of this host among all of the `cluster`."""
+        """`places` are on this host, of all places of the `cluster`."""
         self._name, self._places = name, places
         self._cluster = {place.name: place for place in cluster}
         self._versions, self._now_us = versions, now_us

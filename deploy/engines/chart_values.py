@@ -131,7 +131,7 @@ class ChartCertificates:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkPolicy:
-    """Who may connect; lists are those of a NetworkPolicy's `from`."""
+    """Who may connect; lists have the form of a NetworkPolicy's `from`."""
 
     callers: Annotated[
         Mapping[str, tuple[str, ...]], "roles that may call a method of a process, by its role; do not change"

@@ -66,7 +66,7 @@ _LEAST: Mapping[Role, KubernetesObject] = {
     Role.GATEWAY: {"cpu": "500m", "memory": "512Mi"},
     Role.WORKER: {},
 }
-"""Requests of a process without `resources`; autoscaling needs those of gateways."""
+"""Requests of a process without `resources`; autoscaling needs the requests of gateways."""
 
 
 def render(spec: ClusterSpec) -> tuple[RenderedFile, ...]:

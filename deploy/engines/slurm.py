@@ -77,7 +77,7 @@ run_outside() {{
         --time="$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%L)" "$@"
 }}
 
-# After the first node was lost, those of the run before may still be there.
+# After the first node was lost, files of the run before may still be there.
 cancel_outside() {{
     scancel --quiet --user="$(id -un)" --name="$outside"
 }}

@@ -23,7 +23,7 @@ VISITOR = "stageline.visitor"
 
 
 class RequireKey:
-    """Middleware: admits requests with a key, and those of paths that need none."""
+    """Middleware: admits requests with a key, and requests to paths that need none."""
 
     def __init__(self, app: ASGIApp, doorkeeper: Doorkeeper, messages_path: str) -> None:
         """Errors below `messages_path` have Anthropic's shape."""

@@ -25,7 +25,7 @@ class RequestBody(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     known_extra: ClassVar[Collection[str]] = ()
-    """Fields that the API checks beside those of the class."""
+    """Fields that the API checks beside the class's own."""
     model: str | None = None
 
 

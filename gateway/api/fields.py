@@ -1,6 +1,6 @@
 """Request fields beside those that are honoured: one table of what happens to each.
 
-Honoured fields are those of the request classes; the tables are for all others. A field that is in neither is
+Honoured fields are in the request classes; the tables are for all others. A field that is in neither is
 served and reported in the header `x-stageline-ignored`, or refused with `--strict-fields`.
 """
 

@@ -139,7 +139,7 @@ class GenerationFields(RequestBody):
 def sampling_message(
     fields: GenerationFields, generation_config: Mapping[str, object]
 ) -> inference_pb2.SamplingParameters:
-    """Convert the fields; unset ones are those of generation_config.json, and temperature is else 1.
+    """Convert the fields; unset ones come from generation_config.json, and temperature is else 1.
 
     Raises ApiError for a value out of range.
     """

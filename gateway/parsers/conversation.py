@@ -41,7 +41,7 @@ class ToolSelection:
 
     @property
     def needs_grammar(self) -> bool:
-        """The calls have to follow a grammar: required ones, and those of strict tools."""
+        """The calls have to follow a grammar: required calls, and calls of strict tools."""
         return bool(self.tools) and (self.is_required or any(tool.is_strict for tool in self.tools))
 
 

@@ -51,7 +51,7 @@ class TokenizerFiles:
         return is_stored
 
     def store(self, sha256: str, files: Mapping[str, bytes]) -> None:
-        """Store files whole, and use them. Raises ValueError if they are not those of the digest."""
+        """Store files whole, and use them. Raises ValueError if their digest is another one."""
         if files_digest(files) != sha256:
             raise ValueError(f"the tokenizer's files do not have the digest {sha256}")
         self._root.mkdir(parents=True, exist_ok=True)

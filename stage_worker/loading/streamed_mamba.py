@@ -23,7 +23,7 @@ EXACT_VECTORS = (
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MambaVectors:
-    """Small tensors of a layer: the convolution, and those of `EXACT_VECTORS`."""
+    """Small tensors of a layer: the convolution, and the `EXACT_VECTORS`."""
 
     kernel: Tensor
     kernel_bias: Tensor | None

@@ -551,7 +551,7 @@ class _Batch:
 def _held(
     states: Sequence[SamplerState], masks: Mapping[int, NDArray[np.uint8]], *, by_kernels: bool
 ) -> frozenset[int]:
-    """Rows that a device does not sample; `masks` by row are those of grammars."""
+    """Rows that a device does not sample; `masks` by row come from grammars."""
     held, edit_bytes = set[int](), 0
     for row, state in enumerate(states):
         more_bytes = 0 if state.edits is None else state.edits.most_bytes

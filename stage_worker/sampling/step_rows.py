@@ -196,7 +196,7 @@ class StepRows:
     def choose(self, logits: Tensor, flags: Tensor | None, place: Place) -> Tensor:
         """Tokens int64 [n] of `logits` float32 [n, vocab_size], or OPEN, or NOT_FINITE.
 
-        `flags` are those of `PipelineStage.picked_logits`. Nothing waits for a device.
+        `flags` come from `PipelineStage.picked_logits`. Nothing waits for a device.
         """
         chosen = [block.choose(logits[rows], flags, place) for rows, block in self._blocks]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)

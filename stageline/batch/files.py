@@ -103,7 +103,7 @@ def _parse_object(line: bytes) -> dict[str, Any]:
 
 
 class BatchOutput:
-    """Appends lines to a file, each with one write; `served` has those of earlier runs.
+    """Appends lines to a file, each with one write; `served` has the lines of earlier runs.
 
     A last line that was cut by a kill is removed, so that its request is sent again.
     """

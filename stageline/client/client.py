@@ -73,7 +73,7 @@ class Client:
     ) -> AsyncGenerator[GenerateOutput, None]:
         """Generate completions of a text, token ids, or a conversation; yield outputs as they arrive.
 
-        Keywords are those of `GenerateOptions`; omitted ones, and None, have the server's default. Invalid
+        Keywords are fields of `GenerateOptions`; omitted ones, and None, have the server's default. Invalid
         types raise InvalidRequest immediately. Inside an OpenTelemetry span, the request's trace continues
         that span.
 

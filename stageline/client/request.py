@@ -230,7 +230,7 @@ class Detach:
 class GenerateOptions(TypedDict, total=False):
     """Keywords of `Client.generate`. Omitted ones, and None, have the server's default.
 
-    Ranges and meaning are those of `GenerateRequest` and `SamplingParameters` in
+    Ranges and meaning are as in `GenerateRequest` and `SamplingParameters` of
     proto/stageline_rpc/v1/inference.proto; the server checks them.
     """
 

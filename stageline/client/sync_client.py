@@ -21,7 +21,7 @@ class SyncClient(BlockingCalls[Client]):
             for output in client.generate("Once upon a time", max_tokens=100):
                 print(output.text, end="", flush=True)
 
-    The methods are those of `Client`. Threads can share a client, and their calls are concurrent; a running
+    It has the methods of `Client`. Threads can share a client, and their calls are concurrent; a running
     event loop does not matter. The client opens at its first call, waits up to `connect_timeout_s` for the
     coordinator, and closes at the end of `with`, by `close`, or when it is collected. Detached requests
     survive outages of up to `reattach_timeout_s`. In a process that was forked after the first call of any
@@ -50,7 +50,7 @@ class SyncClient(BlockingCalls[Client]):
     ) -> Generator[GenerateOutput, None, None]:
         """Generate completions of a text, token ids, or a conversation; yield outputs as they arrive.
 
-        Keywords are those of `GenerateOptions`; omitted ones, and None, have the server's default. Invalid
+        Keywords are fields of `GenerateOptions`; omitted ones, and None, have the server's default. Invalid
         types raise InvalidRequest immediately. Inside an OpenTelemetry span, the request's trace continues
         that span.
 

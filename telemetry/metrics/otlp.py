@@ -73,7 +73,7 @@ def _data_points(exported: metrics_pb2.Metric, metric: Metric) -> Iterable[DataP
 
 
 def _is_valid(point: DataPoint, metric: Metric) -> bool:
-    """Whether the value is finite, and the buckets are those of the table."""
+    """Whether the value is finite, and the buckets are the table's."""
     if isinstance(point, NumberDataPoint):
         return metric.is_integer or math.isfinite(point.as_double)
     has_bounds = tuple(point.explicit_bounds) == metric.bounds

@@ -1,4 +1,4 @@
-"""The `lm_eval` package: log-likelihoods of its `local-completions` equal those of transformers."""
+"""The `lm_eval` package: log-likelihoods of its `local-completions` equal transformers'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to the gateways of a chart, each answer compared with that of an idle cluster."""
+"""Requests to the gateways of a chart, each answer compared with an idle cluster's."""
 
 from __future__ import annotations
 

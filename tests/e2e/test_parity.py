@@ -1,4 +1,4 @@
-"""Tokens of real stage processes equal those of transformers."""
+"""Real stage processes give the tokens of transformers."""
 
 from __future__ import annotations
 

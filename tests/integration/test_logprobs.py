@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts and of generated tokens are those of transformers, wherever the layers and the
+"""Log-probabilities of prompts and of generated tokens equal transformers', wherever the layers and the
 chunks are cut and whatever fails meanwhile; each is returned once.
 """
 

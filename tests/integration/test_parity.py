@@ -1,4 +1,4 @@
-"""Greedy tokens equal those of transformers, however the layers are cut."""
+"""Greedy tokens equal tokens of transformers, however the layers are cut."""
 
 import itertools
 from pathlib import Path

@@ -23,7 +23,7 @@ TEXT = re.compile(r"\b(str|bytes)\b")
 
 
 def shown_secrets(source: str) -> Iterator[str]:
-    """Fields of data classes and named tuples whose names are those of secrets, and which `repr` shows."""
+    """Fields of data classes and named tuples with names of secrets, which `repr` shows."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef) and not _has_own_repr(node) and _is_record(node):
             fields = (item for item in node.body if isinstance(item, ast.AnnAssign) and _is_secret(item))

@@ -130,7 +130,7 @@ class _Cells:
             if self._recorder.left_s < self._plan.seconds_of(context):
                 self._recorder.not_measured(name, "ms", NO_TIME, better=Better.LOWER)
                 continue
-            # Blocks begin in different steps, as those of requests do.
+            # Blocks begin in different steps, as blocks of requests do.
             new = [maker.sequence(context - index % BLOCK_SIZE) for index in range(len(sequences), batch)]
             sequences += new
             await self._stage.run(maker.prompts(new))

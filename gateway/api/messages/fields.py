@@ -30,7 +30,7 @@ ACCEPTED: Mapping[str, str] = {
     "inference_geo": "there is one place",
     "speed": "there is one speed",
 }
-"""Fields without effect beside those of `gateway.api.fields`, and why."""
+"""Fields without effect beside the list of `gateway.api.fields`, and why."""
 
 _ROLES = ("assistant", "system", "developer")
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}

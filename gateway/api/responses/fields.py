@@ -39,7 +39,7 @@ ACCEPTED: Mapping[str, str] = {
     "prompt_cache_options": "prefixes are shared by content",
     "access_programs": "there are none",
 }
-"""Fields without effect beside those of `gateway.api.fields`, and why."""
+"""Fields without effect beside the list of `gateway.api.fields`, and why."""
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 _ROLES = ("user", "assistant", "system", "developer")

@@ -19,7 +19,7 @@ from gateway.upstream.contract import ChoiceEnd, Tokens, TokenStream, UpstreamFa
 from stageline_rpc.v1.inference_pb2 import FINISH_REASON_LENGTH
 
 MAX_NEW_TOKENS = 16
-"""More tokens at once are those of a response that was there before its reader."""
+"""More tokens at once belong to a response that was there before its reader."""
 _NOT_FOUND = frozenset(
     {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT}
 )

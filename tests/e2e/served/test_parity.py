@@ -1,4 +1,4 @@
-"""Tokens of the shared cluster equal those of transformers."""
+"""The shared cluster gives the tokens of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference outputs computed directly from checkpoint files equal those of transformers."""
+"""Reference outputs computed directly from checkpoint files equal transformers'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits of the staged decoder equal those of transformers on the same checkpoint."""
+"""The staged decoder gives the logits of transformers on the same checkpoint."""
 
 from __future__ import annotations
 
