@@ -6,7 +6,6 @@ so does mixing tensors of two devices. Copies between host and device are counte
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -136,9 +135,7 @@ class FakeCudaQueue(DeviceQueue):
         pass
 
     def upload(self, target: Tensor, source: HostArray) -> Event:
-        if not threading.current_thread().name.startswith("weight-reader"):
-            # A mode of fake tensors is that of one thread, and weights of nothing need no copy.
-            target.copy_(torch.from_numpy(source), non_blocking=True)
+        target.copy_(torch.from_numpy(source), non_blocking=True)
         return _Ended()
 
     def download(self, target: HostArray, source: Tensor) -> Event:

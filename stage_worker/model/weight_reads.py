@@ -16,11 +16,12 @@ from torch import Tensor
 P = ParamSpec("P")
 HostBytes = npt.NDArray[np.uint8]
 
-WINDOW_BYTES, DEVICE_WINDOW_BYTES = 4 * 1024 * 1024, 8 * 1024 * 1024
+WINDOW_BYTES, DEVICE_WINDOW_BYTES = 4 * 1024 * 1024, 16 * 1024 * 1024
+"""Copies to a device cost the thread of the load some 0.25 ms each, of whatever size."""
 NUM_READERS, NUM_DEVICE_READERS = 4, 8
 """Enough to keep a disk busy; one reader takes some 2.5 GB/s from the page cache to a GPU."""
-NUM_WINDOWS = 2 * NUM_DEVICE_READERS
-"""Each reader fills one while its last one is copied to the device."""
+NUM_WINDOWS = NUM_DEVICE_READERS + 2
+"""One for each reader, one that is copied to the device, and one that waits for its turn."""
 
 
 class CopyEvent(Protocol):
@@ -63,42 +64,40 @@ class WeightPiece:
 
 @dataclass(slots=True)
 class _Window:
-    """Pinned memory; `copied` is the end of the last copy from it."""
-
     memory: HostBytes
     copied: CopyEvent | None = None
 
-    @torch.inference_mode()
-    def bring(self, piece: WeightPiece, target: Tensor, copies: DeviceCopies) -> None:
-        """Fill this window with the piece, once the last copy from it has ended, and begin its copy to
-        `target`, the bytes of the piece's.
+    def bytes_for(self, target: Tensor, copies: DeviceCopies) -> HostBytes:
+        """Memory for the bytes of `target`, once the last copy from it has ended.
+
+        It grows for the narrowest columns of a matrix with very many rows.
         """
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
-        if target.numel() > len(self.memory):  # the narrowest columns of a matrix with very many rows
-            self.memory = copies.host_memory(target.numel())
-        source = self.memory[: target.numel()].reshape(target.shape)
-        piece.fill(torch.from_numpy(source).view(piece.target.dtype))
-        self.copied = copies.upload(target, source)
+        *sizes, last = target.shape
+        num_bytes = target.numel() * target.element_size()
+        if num_bytes > len(self.memory):
+            self.memory = copies.host_memory(num_bytes)
+        return self.memory[:num_bytes].reshape(*sizes, last * target.element_size())
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A piece on its way until `done`: read into its place, or into `window` and copied from there."""
+    """A piece that a reader fills: in its place, or in `source`, the memory of `window` or of the piece."""
 
     piece: WeightPiece
-    done: Future[None]
+    filled: Future[None]
     window: _Window | None = None
+    source: HostBytes | None = None
 
 
 class WeightReads:
     """The readers of one load, and the windows to a device; a context manager, for one thread.
 
-    Weights of a CPU are read into their place. Weights of a device are read into pinned windows, whose copies
-    overlap with reads; readers begin them, so that none waits for the thread of the load. At most NUM_WINDOWS
-    windows, of `window_bytes` each, are allocated, when pieces need them; weights that are converted or
-    unpacked take as much again per reader.
+    Weights of a CPU are read into their place. Those of a device are read into pinned windows, whose copies
+    overlap with reads. At most NUM_WINDOWS windows, of `window_bytes` each, are allocated, when pieces need
+    them; weights that are converted or unpacked take as much again per reader.
     """
 
     def __init__(
@@ -108,10 +107,10 @@ class WeightReads:
         window_bytes: int | None = None,
     ) -> None:
         """`copies` is None for a CPU; `window_bytes` has a default for either."""
-        is_direct = copies is None
-        self.window_bytes = window_bytes or (WINDOW_BYTES if is_direct else DEVICE_WINDOW_BYTES)
+        num_readers = NUM_READERS if copies is None else NUM_DEVICE_READERS
+        default_bytes = WINDOW_BYTES if copies is None else DEVICE_WINDOW_BYTES
+        self.window_bytes = window_bytes or default_bytes
         self._copies = copies
-        num_readers = NUM_READERS if is_direct else NUM_DEVICE_READERS
         self._most = NUM_WINDOWS if copies is not None else 2 * num_readers
         """Pieces that are read or copied at a time."""
         self._free: deque[_Window] = deque()
@@ -128,8 +127,7 @@ class WeightReads:
         self._free.clear()
 
     def copy(self, pieces: Iterable[WeightPiece]) -> Generator[int, None, None]:
-        """Fill the targets; yield the bytes of each piece, in order, when it is read and its copy has begun:
-        later computation sees it.
+        """Fill the targets, in their order on a device; yield the bytes of each piece that was read.
 
         All copies have ended after the last one. An error of a reader or of the device ends it, as closing
         the iterator does; no reader has a piece any longer then.
@@ -155,25 +153,23 @@ class WeightReads:
             self._direct.popleft().synchronize()
 
     def _begin(self, piece: WeightPiece) -> _Read:
-        copies = self._copies
-        if copies is None:
+        if self._copies is None:
             assert piece.target.device.type == "cpu", "weights reach a device by copies"
             return _Read(piece, self._run(piece, _fill, piece))
-        target = piece.target.view(torch.uint8)
         if piece.pinned is not None:
-            self._direct.append(copies.upload(target, piece.pinned))
-            return _Read(piece, _ended())
-        window = self._window(copies)
-        return _Read(piece, self._run(piece, window.bring, piece, target, copies), window)
+            return _Read(piece, _ended(), source=piece.pinned)
+        window = self._window(self._copies)
+        source = window.bytes_for(piece.target, self._copies)
+        return _Read(piece, self._run(piece, _fill_window, piece, source), window, source)
 
     def _run(
-        self, piece: WeightPiece, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs
+        self, piece: WeightPiece, fill: Callable[P, None], *args: P.args, **kwargs: P.kwargs
     ) -> Future[None]:
         if not piece.is_unpacked:
-            return self._readers.submit(work, *args, **kwargs)
+            return self._readers.submit(fill, *args, **kwargs)
         ended: Future[None] = Future()
         try:
-            work(*args, **kwargs)
+            fill(*args, **kwargs)
         except Exception as error:
             ended.set_exception(error)
             return ended
@@ -188,19 +184,25 @@ class WeightReads:
 
     def _finish(self, reads: deque[_Read]) -> int:
         """End the oldest read. Raises its error."""
-        reads[0].done.result()
-        read = reads.popleft()
-        if read.window is not None:
-            self._free.append(read.window)
+        read = reads[0]
+        read.filled.result()
+        if read.source is not None:
+            assert self._copies is not None, "windows are for a device"
+            copied = self._copies.upload(read.piece.target.view(torch.uint8), read.source)
+            if read.window is None:
+                self._direct.append(copied)
+            else:
+                read.window.copied = copied
+                self._free.append(read.window)
         if len(self._direct) > self._most:
             self._direct.popleft().synchronize()
-        return read.piece.num_bytes
+        return reads.popleft().piece.num_bytes
 
     def _abandon(self, reads: deque[_Read]) -> None:
         """Wait until no reader writes any longer, and take the windows back."""
         for read in reads:
-            read.done.cancel()
-        wait([read.done for read in reads])
+            read.filled.cancel()
+        wait([read.filled for read in reads])
         self._free += [read.window for read in reads if read.window is not None]
         reads.clear()
 
@@ -214,3 +216,8 @@ def _ended() -> Future[None]:
 @torch.inference_mode()
 def _fill(piece: WeightPiece) -> None:
     piece.fill(piece.target)
+
+
+@torch.inference_mode()
+def _fill_window(piece: WeightPiece, source: HostBytes) -> None:
+    piece.fill(torch.from_numpy(source).view(piece.target.dtype))

@@ -292,7 +292,7 @@ def _held_load(
 
 
 def _most_elements(window_bytes: int) -> int:
-    return max(UNPACKING_WINDOWS * window_bytes // UNPACKED_BYTES, 1)
+    return max(UNPACKING_WINDOWS * min(window_bytes, WINDOW_BYTES) // UNPACKED_BYTES, 1)
 
 
 def _reader(checkpoint: Checkpoint, files: _Files, matrix: PackedMatrix) -> ReadElements:

@@ -1,4 +1,4 @@
-"""Kernels of sparse attention, of the sizes of DeepSeek V3.2, compute what a CPU computes of the same data."""
+"""Kernels of sparse attention, in the sizes of DeepSeek V3.2, compute what a CPU computes."""
 
 from __future__ import annotations
 

@@ -48,7 +48,6 @@ class _LateCopy:
     copies: LateCopies
     has_ended: bool = False
 
-    @torch.inference_mode()
     def synchronize(self) -> None:
         self.copies.check()
         if not self.has_ended:
@@ -106,13 +105,12 @@ def run(reads: WeightReads, pieces: Iterable[WeightPiece]) -> list[int]:
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1, NUM_WINDOWS, 5 * NUM_WINDOWS + 1])
-def test_pieces_reach_a_device_through_a_bounded_number_of_windows(num_pieces: int) -> None:
+def test_pieces_reach_a_device_in_order_through_a_bounded_number_of_windows(num_pieces: int) -> None:
     copies, targets = LateCopies(), torch.zeros(num_pieces, 100)
     pieces = [WeightPiece(targets[index], filler(index + 1), index) for index in range(num_pieces)]
     assert run(WeightReads(copies, window_bytes=WINDOW_BYTES), pieces) == list(range(num_pieces))
     assert torch.equal(targets, torch.arange(1.0, num_pieces + 1)[:, None].expand(num_pieces, 100))
-    arrived = sorted(copy.target.data_ptr() for copy in copies.started)
-    assert arrived == [target.data_ptr() for target in targets], "each piece once"
+    assert [copy.target.data_ptr() for copy in copies.started] == [target.data_ptr() for target in targets]
     assert copies.allocated == [WINDOW_BYTES] * min(num_pieces, NUM_WINDOWS)
 
 
@@ -388,5 +386,4 @@ def test_a_cancelled_load_leaves_no_thread(tmp_path: Path) -> None:
     with WeightReads(copies, window_bytes=1000) as reads, pytest.raises(LoadCancelled):
         load_tensors(checkpoint, places, reads=reads, progress=Progress())
     assert not readers()
-    most = 20_000 // 1000 + NUM_WINDOWS
-    assert len(copies.started) <= most, "after the cancellation, only what was on its way is copied"
+    assert len(copies.started) <= 20_000 // 1000 + 2, "nothing is copied after the cancellation"
