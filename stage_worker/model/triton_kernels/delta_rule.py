@@ -84,9 +84,8 @@ def delta_kernel(
         at = convolved + row * (2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM)
         query = tl.load(at + key_head * KEY_DIM + keys, mask=is_key, other=0.0).to(tl.float32)
         key = tl.load(at + (KEY_HEADS + key_head) * KEY_DIM + keys, mask=is_key, other=0.0).to(tl.float32)
-        value = tl.load(
-            at + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values, mask=is_value, other=0.0
-        ).to(tl.float32)
+        of_value = at + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
+        value = tl.load(of_value, mask=is_value, other=0.0).to(tl.float32)
         strength = tl.sigmoid(tl.load(strengths + row * STRENGTH_STRIDE + head).to(tl.float32))
         strength = strength.to(given).to(tl.float32)
         decay = _of_head(decays + row * DECAY_STRIDE, head, keys, KEY_DIM, BY_CHANNEL)
