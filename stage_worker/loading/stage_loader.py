@@ -322,9 +322,10 @@ def _read(
     started = time.perf_counter()
     copies = resources.new_copies(model.device)
     read = model.load(checkpoint, parts=cache.parts, progress=progress, prepare=files.prepare, copies=copies)
-    free_memory(model.device)
+    took_ms = round((time.perf_counter() - started) * 1e3)
+    free_memory(model.device)  # a garbage collection
     log.debug("%s; read_bytes=%d", read, read.num_bytes)
-    return round((time.perf_counter() - started) * 1e3)
+    return took_ms
 
 
 def _warm_up(
