@@ -22,6 +22,8 @@ from wire.addresses import Address, parse_address
 
 _READ_S = 0.1
 """How long a connection without an answer is read: a stream, or a request that is not complete."""
+_BUSY_S = 30.0
+"""The same for a valid request, on a busy machine."""
 _MAX_READ = 1 << 16
 _PROMPT = [3, 14, 15]
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -126,7 +128,7 @@ def _opener(serving: Callable[[], Any], healthy: bytes) -> Callable[[], Any]:
 
             def check() -> None:
                 request = b"GET " + healthy + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
-                if (status := background.run(exchange(address, request))) != "200":
+                if (status := background.run(exchange(address, request, silence_s=_BUSY_S))) != "200":
                     raise Broken(f"a valid request: {status}")
                 errors.check()
 
@@ -136,15 +138,19 @@ def _opener(serving: Callable[[], Any], healthy: bytes) -> Callable[[], Any]:
     return opened
 
 
-async def exchange(address: Address, data: bytes, tls: ssl.SSLContext | None = None) -> str:
-    """Send bytes to an HTTP server, and return the status of its answer. Raises Broken for 500."""
+async def exchange(
+    address: Address, data: bytes, tls: ssl.SSLContext | None = None, *, silence_s: float = _READ_S
+) -> str:
+    """Send bytes to an HTTP server, and return the status of its answer, "waiting" if none begins within
+    `silence_s`. Raises Broken for 500.
+    """
     reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls)
     answer = b""
     try:
         writer.write(data)
         async with asyncio.timeout(None) as patience:
             while len(answer) < _MAX_READ:
-                patience.reschedule(asyncio.get_running_loop().time() + _READ_S)
+                patience.reschedule(asyncio.get_running_loop().time() + silence_s)
                 part = await reader.read(_MAX_READ)
                 answer += part
                 if not part:
