@@ -18,9 +18,11 @@ ROUNDINGS = 2.0
 """Measured in bfloat16 and float16: 0.67 to 1.58 times the rounding error given in the reference."""
 
 ROUNDINGS_OF_EXPERTS = 3.0
-"""As `ROUNDINGS`, with experts. The reference's rounding error has the effect of all choices of experts that
-rounding may decide; but a check of some ten tokens may have more such choices than usual. Measured in
-bfloat16, 94 checks of random models: 0.04 to 0.95 times that error; hidden states of a stage once 2.1 times.
+"""As `ROUNDINGS`, of hidden states of models with experts.
+
+The reference's rounding error has the effect of all choices of experts that rounding may decide, but a check
+of some ten tokens may have more such choices than usual. Measured in bfloat16, 94 checks of random models:
+hidden states of a stage once 2.1 times that error, and log-probabilities 0.04 to 0.95 times.
 """
 
 _MIN_SPREAD = 1e-3
@@ -34,14 +36,14 @@ Pair = tuple[TokenLogprobs, TokenLogprobs]
 
 
 def roundings_of(config: Blueprint) -> float:
-    """Return how many times its rounding error a correct pipeline of a model deviates at most."""
+    """Return how many times their rounding error hidden states of a correct pipeline deviate at most."""
     has_experts = any(isinstance(kind.feed_forward, Experts) for kind in config.kinds)
     return ROUNDINGS_OF_EXPERTS if has_experts else ROUNDINGS
 
 
-def tolerance(reference: Reference, roundings: float = ROUNDINGS) -> float:
+def tolerance(reference: Reference) -> float:
     """Return the largest `deviation` of a correct pipeline."""
-    return max(MIN_TOLERANCE, roundings * reference.rounding / _spread(reference))
+    return max(MIN_TOLERANCE, ROUNDINGS * reference.rounding / _spread(reference))
 
 
 def deviation(pairs: Sequence[Pair], reference: Reference) -> float:
@@ -58,16 +60,12 @@ def deviation(pairs: Sequence[Pair], reference: Reference) -> float:
     return math.sqrt(math.fsum(squares) / len(squares)) / _spread(reference) if squares else 0.0
 
 
-def clearly_expected(
-    expected: TokenLogprobs, reference: Reference, roundings: float = ROUNDINGS
-) -> int | None:
+def clearly_expected(expected: TokenLogprobs, reference: Reference) -> int | None:
     """Return the token that a greedy sampler must choose; None if rounding may decide."""
     if len(expected.top) < 2:
         return expected.top[0][0] if expected.top else None
     (token, first), (_, second) = expected.top[:2]
-    return (
-        token if first - second > _CLEAR_GAPS * tolerance(reference, roundings) * _spread(reference) else None
-    )
+    return token if first - second > _CLEAR_GAPS * tolerance(reference) * _spread(reference) else None
 
 
 def state_tolerance(layer: LayerReference, roundings: float = ROUNDINGS) -> float:
@@ -224,7 +222,7 @@ def judge(
         return Verdict(outcome=CheckOutcome.FAILED, detail=str(error))
     if isinstance(known, NoReference):
         return _judge_alone(rows, known)
-    verdict = _compare(script, rows, known, roundings)
+    verdict = _compare(script, rows, known)
     if states is None:
         return verdict
     hops = _hops(script, plan, states, known.reference, roundings)
@@ -289,9 +287,9 @@ def _places(script: Script, reference: Reference) -> tuple[list[tuple[int, int]]
     return fresh, cached
 
 
-def _compare(script: Script, rows: Sequence[AnsweredRow], known: KnownReference, roundings: float) -> Verdict:
+def _compare(script: Script, rows: Sequence[AnsweredRow], known: KnownReference) -> Verdict:
     reference = known.reference
-    allowed = tolerance(reference, roundings)
+    allowed = tolerance(reference)
     prompts = deviation([_pair(row, reference) for row in rows if not row.part.reads_cache], reference)
     cached = deviation([_pair(row, reference) for row in rows if row.part.reads_cache], reference)
     found = _larger(prompts, cached)
@@ -301,7 +299,7 @@ def _compare(script: Script, rows: Sequence[AnsweredRow], known: KnownReference,
         f"{_left_out(script)}"
     )
     outcome = CheckOutcome.PASSED if found <= allowed else CheckOutcome.FAILED
-    if outcome is CheckOutcome.PASSED and (wrong := _wrongly_sampled(rows, reference, roundings)) is not None:
+    if outcome is CheckOutcome.PASSED and (wrong := _wrongly_sampled(rows, reference)) is not None:
         outcome, detail = CheckOutcome.FAILED, f"{wrong}; {detail}"
     return Verdict(outcome=outcome, detail=detail, deviation=found, allowed=allowed)
 
@@ -319,9 +317,9 @@ def _pair(row: AnsweredRow, reference: Reference) -> Pair:
     return row.logprobs, reference.texts[row.part.text].rows[row.position]
 
 
-def _wrongly_sampled(rows: Sequence[AnsweredRow], reference: Reference, roundings: float) -> str | None:
+def _wrongly_sampled(rows: Sequence[AnsweredRow], reference: Reference) -> str | None:
     for row in rows:
-        expected = clearly_expected(_pair(row, reference)[1], reference, roundings)
+        expected = clearly_expected(_pair(row, reference)[1], reference)
         if row.sampled is not None and expected is not None and row.sampled != expected:
             return f"token {row.sampled} was sampled where {expected} is by far the most likely"
     return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +20,6 @@ from wire.staging import WORD_BYTES
 HANDLE_BYTES = 64
 PROOF_BYTES = 1 << 16
 """Of a segment, which are compared when it is opened; segments are larger."""
-_GRANULE_BYTES = 2 << 20
-"""Smaller allocations may share memory with others of this process, which a handle would export, too."""
 _PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess."""
 _BY_ADDRESS = 4
@@ -93,7 +93,6 @@ class CudaMappings(DeviceMappings):
 
     def allocate(self, size_bytes: int) -> int:
         address = ctypes.c_void_p()
-        size_bytes = -(-size_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
         device_runtime().call("Malloc", ctypes.byref(address), ctypes.c_size_t(size_bytes))
         assert address.value is not None, "memory at no address"
         return address.value
@@ -120,25 +119,29 @@ class CudaMappings(DeviceMappings):
 
     def write_proof(self, address: int) -> int:
         content = torch.frombuffer(bytearray(secrets.token_bytes(PROOF_BYTES)), dtype=torch.int32)
-        proof = content.to(self._device)
-        self._copy(address, proof.data_ptr())
-        return self._checksum_of(proof)
+        with _as_os_errors():
+            proof = content.to(self._device)
+            self._copy(address, proof.data_ptr())
+            return self._checksum_of(proof)
 
     def read_proof(self, address: int) -> int:
-        found = torch.empty(PROOF_BYTES // WORD_BYTES, dtype=torch.int32, device=self._device)
-        self._copy(found.data_ptr(), address)
-        return self._checksum_of(found)
+        with _as_os_errors():
+            found = torch.empty(PROOF_BYTES // WORD_BYTES, dtype=torch.int32, device=self._device)
+            self._copy(found.data_ptr(), address)
+            return self._checksum_of(found)
 
     def _copy(self, target: int, source: int) -> None:
-        try:
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-            device_runtime().copy(target, source, PROOF_BYTES, stream)
-        except DeviceError as error:
-            raise OSError(str(error)) from error
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        device_runtime().copy(target, source, PROOF_BYTES, stream)
 
     def _checksum_of(self, words: Tensor) -> int:
-        """Raises OSError for any error of kernel or driver: hidden states take another way then."""
-        try:
-            return int(self._checksum(words, 0)) % (1 << 64)
-        except Exception as error:
-            raise OSError(f"{type(error).__name__}: {error}") from error
+        return int(self._checksum(words, 0)) % (1 << 64)
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Raise OSError for any error of memory, kernel or driver: hidden states take another way then."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

@@ -1,5 +1,6 @@
-"""Memory of hops that a GPU copies from and to: segments that are page-locked, slots on the device that two
-processes have mapped (CUDA IPC), and slots of the way out.
+"""Memory of hops that a GPU copies from and to.
+
+Segments are page-locked, two processes map slots on the device (CUDA IPC), and outputs are lent room.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 Lend = Callable[[int], memoryview | None]
 """Room for the next output in memory of the hop, None without any; see `MemorySender.lend`."""
+GRANULE_BYTES = 2 << 20
+"""Smaller allocations may share memory with others of this process, which a handle would export, too."""
 LEASE_WARNING_S = 10.0
 """Until memory is logged that the next stage, which has no use for it, has not closed."""
 
@@ -172,12 +175,13 @@ class HopMemory(PageLocker, DeviceSharer):
             unmap()
 
     def _export(self, slot_bytes: int) -> ExportedSegment:
-        mappings, size_bytes = self._usable(), NUM_HOP_SLOTS * slot_bytes
+        mappings = self._usable()
+        size_bytes = -(-NUM_HOP_SLOTS * slot_bytes // GRANULE_BYTES) * GRANULE_BYTES
         address = mappings.allocate(size_bytes)
         try:
             card = DeviceCard(mappings.export(address), mappings.write_proof(address))
             segment = DeviceSegment(slot_bytes, address)
-        except OSError:
+        except BaseException:
             mappings.free(address)
             raise
         self._device_bytes += size_bytes
@@ -196,7 +200,7 @@ class HopMemory(PageLocker, DeviceSharer):
             if (found := mappings.read_proof(address)) != card.proof:
                 raise OSError(f"other memory was opened: checksum {found:016x}, expected {card.proof:016x}")
             segment = DeviceSegment(slot_bytes, address)
-        except OSError:
+        except BaseException:
             self._close(address, lease)
             raise
         self._note(segment.slots, segment.memory, partial(self._close_on_thread, address, lease))

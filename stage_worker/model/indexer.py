@@ -102,8 +102,8 @@ class TokenIndexer:
         weights = self._weights(normed, num_tokens)
         found: dict[tuple[int, ...], Tensor] = {}
         for number, group in enumerate(groups):
-            scores = kernels.score(heads, weights, group, pages)
-            found[number,] = kernels.choose(scores, group, top_k)
+            # Without a name for the scores: those of the next group take their memory.
+            found[number,] = kernels.choose(kernels.score(heads, weights, group, pages), group, top_k)
         return found
 
     def _heads(self, latents: Tensor, num_tokens: int) -> Tensor:

@@ -165,6 +165,7 @@ class LatentAttention:
         """
         step, views = kv.step, kv.step.views[None]
         if kv.kernels.are_triton:
+            kv.selection.tokens = {}  # the choice of an earlier layer is not needed any more
             kv.selection.tokens = indexer.write(normed, latents, rotary, kv, self._top_k)
             return
         fresh = indexer.keys(normed, rotary)

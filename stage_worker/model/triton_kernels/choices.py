@@ -1,5 +1,6 @@
-"""The indexer of sparse attention, see `stage_worker.model.indexer`: its keys in pages, scores of all tokens
-for a query, and the choice of the highest.
+"""The indexer of sparse attention: its keys in pages, scores of a query's tokens, the choice of the highest.
+
+See `stage_worker.model.indexer`.
 
 Products are of elements in the run dtype, and add up in float32, as do the heads. A choice is exactly that of
 `chosen_tokens` on the same scores: float32 in the order of integers, of which the least that is chosen is

@@ -399,6 +399,22 @@ async def test_refused_memory_leaves_the_hop_as_it_is(caplog: pytest.LogCaptureF
     assert caplog.messages.count(f"hidden states do not stay on the GPU: {text}") == 1
 
 
+@pytest.mark.parametrize("end", ["write_proof", "read_proof"])
+async def test_memory_is_given_back_after_any_error_of_its_proof(
+    end: str, shared: DeviceHop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(FakeMappings, end, exhausted)
+    async with shared.pinned() as (_, sender):
+        with pytest.raises((OSError, torch.OutOfMemoryError)):
+            await sender.share_device(shared.outgoing, min_bytes=1)
+        gc.collect()
+        await until(lambda: not shared.gpu.memory)
+    assert not shared.gpu.errors and shared.outgoing.device_bytes == 0
+
+
 async def test_a_handle_to_other_memory_is_refused(
     shared: DeviceHop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,7 +477,7 @@ async def test_memory_is_freed_when_the_other_process_is_killed(
     os.close(exported.lease)
     del exported
     gc.collect()
-    size_bytes = NUM_HOP_SLOTS * 4096
+    size_bytes = hop_memory.GRANULE_BYTES
     await until(lambda: f"the next stage has not closed {size_bytes} bytes of this device" in caplog.text)
     assert shared.outgoing.device_bytes == size_bytes
     other.kill()
