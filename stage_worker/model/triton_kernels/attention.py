@@ -276,7 +276,7 @@ several queries are in shared memory, of which the smallest GPUs have 99 KiB.
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
     """Whether `device` is a GPU of compute capability 9, with 227 KiB of shared memory for a program."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return not IS_INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache

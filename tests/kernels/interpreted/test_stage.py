@@ -54,9 +54,10 @@ STEPS = ((14, 1, 26), (14, 1, 1), (1, 1, 1))
 """
 
 
-def logits(checkpoint: Checkpoint, kernels: Kernels | None) -> Tensor:
-    cut = min(checkpoint.config.legal_cuts - {1})
-    pipeline = Pipeline(checkpoint, cuts=(cut,), kernels=kernels)
+def logits(checkpoint: Checkpoint, kernels: Kernels | None, *, cut: int | None = None) -> Tensor:
+    """Of all tokens, in two stages; without `cut`, the second begins behind the second layer or later."""
+    begin = cut or min(checkpoint.config.legal_cuts - {1})
+    pipeline = Pipeline(checkpoint, cuts=(begin,), kernels=kernels)
     vocab_size = min(128, checkpoint.config.vocab_size)
     sequences = random_sequences([sum(counts) for counts in zip(*STEPS, strict=True)], vocab_size)
     return torch.cat(
