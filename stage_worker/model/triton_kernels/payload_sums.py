@@ -1,4 +1,4 @@
-"""Checksums of payloads that stay on the device: those of `model.checksums`, in two launches."""
+"""Checksums of payloads that stay on the device, as in `model.checksums`, in two launches."""
 
 from __future__ import annotations
 

@@ -205,13 +205,19 @@ class SlowLocks(FakeLocks):
         super().lock(address, size_bytes)
 
 
-async def test_a_dial_does_not_wait_for_page_locks() -> None:
-    """Memory of gigabytes takes longer than a dial may: hidden states are copied by the host until then."""
-    locks = SlowLocks()
+def locking_connections(locks: FakeLocks) -> tuple[PayloadConnections, MemoryListener, HopMemory]:
+    """Of a worker that listens for shared memory, and page-locks it."""
     refused, hop_memory = RefusedPeers(time.monotonic), HopMemory(locks)
     memory = MemoryListener(refused)
     memory.listen()
     made = PayloadConnections(PayloadListener(refused), memory=memory, hop_memory=hop_memory)
+    return made, memory, hop_memory
+
+
+async def test_a_dial_does_not_wait_for_page_locks() -> None:
+    """Memory of gigabytes takes longer than a dial may: hidden states are copied by the host until then."""
+    locks = SlowLocks()
+    made, memory, hop_memory = locking_connections(locks)
     incoming, accepted = made.incoming(), forward_pb2.HopAccepted()
     incoming.expect(EPOCH, accepted, max_bytes=1000)
     payloads = hop(made)
@@ -230,10 +236,7 @@ async def test_a_dial_does_not_wait_for_page_locks() -> None:
 
 async def test_a_hop_that_ends_before_it_is_page_locked_lends_nothing() -> None:
     locks = SlowLocks()
-    refused, hop_memory = RefusedPeers(time.monotonic), HopMemory(locks)
-    memory = MemoryListener(refused)
-    memory.listen()
-    made = PayloadConnections(PayloadListener(refused), memory=memory, hop_memory=hop_memory)
+    made, memory, hop_memory = locking_connections(locks)
     incoming, accepted = made.incoming(), forward_pb2.HopAccepted()
     incoming.expect(EPOCH, accepted, max_bytes=1000)
     payloads = hop(made)
