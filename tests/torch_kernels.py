@@ -134,11 +134,13 @@ def rotate_and_write_keys(
     flat.copy_(_rows_at(flat, torch.where(slots < 0, len(flat), slots), keys))
 
 
-def score(queries: Tensor, weights: Tensor, group: ChoiceGroup, pages: Tensor) -> Tensor:
-    """See `triton_kernels.choices.score`."""
+def score(queries: Tensor, weights: Tensor, group: ChoiceGroup, pages: Tensor, *, ratio: int = 1) -> Tensor:
+    """See `triton_kernels.choices.score`; `ratio` has its effect on the group's rows."""
     place, num_keys = (column[:, None] for column in group.rows.long().unbind(1))
-    items, table = group.attention.items.long(), group.attention.table.long()
-    first_pages = items.new_zeros(len(group.rows)).index_copy_(0, items.select(1, 0), items.select(1, 2))
+    blocks, table = group.blocks.long(), group.table.long()
+    rows = torch.arange(*group.span, device=blocks.device) if group.queries is None else group.queries
+    of_rows = torch.searchsorted(blocks.select(1, 0), rows, right=True) - 1
+    first_pages = blocks.select(1, 2).index_select(0, of_rows)
     tokens = torch.arange(group.longest, device=queries.device)[None]
     is_key, size = tokens < num_keys, pages.shape[1]
     entries = torch.where(is_key, first_pages[:, None] + tokens // size, 0)

@@ -151,11 +151,18 @@ class HostWork:
         return end, end + self.num_merges * MERGE_FIELDS
 
 
-def page_table(decodes: DecodeRows, slices: Sequence[SliceLayout], block_size: int) -> tuple[Int32s, Column]:
-    """Pages of all sequences up to their last position, and the place of each one's first page."""
-    counts = decodes.positions // block_size + 1 - decodes.first_blocks
-    are_held = np.arange(decodes.pages.shape[1]) < counts[:, None]
-    parts = [decodes.pages[are_held], *(_pages_of(item, block_size) for item in slices)]
+def page_table(
+    decodes: DecodeRows, slices: Sequence[SliceLayout], block_size: int, *, step: int = 1
+) -> tuple[Int32s, Column]:
+    """Pages of all sequences up to their last position, and the place of each one's first page.
+
+    Of the blocks of a sequence, which are held from the first one on if `step` is above 1, it has each
+    `step`-th.
+    """
+    counts = (decodes.positions // block_size + 1 - decodes.first_blocks) // step
+    columns = decodes.pages[:, step - 1 :: step]
+    are_held = np.arange(columns.shape[1]) < counts[:, None]
+    parts = [columns[are_held], *(_pages_of(item, block_size)[step - 1 :: step] for item in slices)]
     sizes = np.array([*counts, *(len(pages) for pages in parts[1:])], np.int64)
     return np.concatenate(parts).astype(np.int32), np.cumsum(sizes) - sizes
 

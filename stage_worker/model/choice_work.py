@@ -1,13 +1,15 @@
-"""Work of sparse attention on a GPU, made on the host: which queries choose among which tokens, and attend.
+"""Work of sparse attention on a GPU, made on the host: which queries choose among which units, and attend.
 
-Queries are in groups of bounded memory, one after the other: all one-token slices of a step, if one of them
-has more than `top_k` tokens, and longer slices that end after `top_k` tokens. A query of fewer tokens chooses
-them all. What attends to a choice is a work list of `attention_work`, whose keys are places in the choice.
+Units are tokens, or entries or blocks of `ratio` tokens each: a query at position p sees the first
+(p + 1) // ratio of its sequence. Queries are in groups of bounded memory, one after the other: all one-token
+slices of a step, if one of them has more than `top_k` units, and longer slices that end after `top_k` units.
+A query of fewer units chooses them all. What attends to a choice is a work list of `attention_work`, whose
+keys are places in the choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,20 +36,29 @@ ROW_FIELDS = 2
 _ALIGNED = 16
 """Scores between the beginnings of two queries' scores are a multiple of it."""
 
+SplitChoice = Callable[[QueryBlocks, Column], tuple[Int32s, Int32s, int]]
+"""Items, merges and the number of partial results that attend to the choices of a group.
+
+Arguments are a block for each query, with the row counted within the group, and the number of its choices.
+"""
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ChoiceGroup:
     """Queries that choose together, with int32 tensors.
 
-    They are rows `span` of the step, as (begin, end), or `queries` int64 [r]. `blocks` is [b, BLOCK_FIELDS]:
-    row of the first of consecutive queries in the step, their number (0: they are not scored), first page of
-    their sequence in `attention.table`, position of the first, place of its scores, and their distance.
-    `rows` is [r, ROW_FIELDS]: place of a query's scores, and the number of tokens that it sees, which is at
-    most `longest`. `attention` has queries counted within the group, and keys within their choices.
+    They are rows `span` of the step, as (begin, end), or `queries` int64 [r]. `table` [p] has the pages of
+    units of all sequences, one sequence after the other. `blocks` is [b, BLOCK_FIELDS]: row of the first of
+    consecutive queries in the step, their number (0: they are not scored), first page of their sequence in
+    `table`, position of the first in tokens, place of its scores, and their distance. `rows` is
+    [r, ROW_FIELDS]: place of a query's scores, and the number of units that it sees, which is at most
+    `longest`. `attention` has queries counted within the group, keys within their choices, and `table`; a
+    query that sees no unit has no item.
     """
 
     span: tuple[int, int]
     queries: Tensor | None
+    table: Tensor
     blocks: Tensor
     rows: Tensor
     attention: AttentionWork
@@ -73,6 +84,7 @@ class _HostGroup:
         return ChoiceGroup(
             span=self.span,
             queries=queries,
+            table=table,
             blocks=blocks.view(-1, BLOCK_FIELDS),
             rows=rows.view(-1, ROW_FIELDS),
             attention=AttentionWork(
@@ -87,6 +99,12 @@ class _HostGroup:
         )
 
 
+def split_places(queries: QueryBlocks, num_chosen: Column) -> tuple[Int32s, Int32s, int]:
+    """The `SplitChoice` of paged attention to a choice: keys are places in it."""
+    places = replace(queries, positions=num_chosen - 1)
+    return split_keys(places, None, 1)
+
+
 def choice_groups(
     decodes: DecodeRows,
     rows: Column,
@@ -95,13 +113,22 @@ def choice_groups(
     *,
     top_k: int,
     block_size: int,
+    ratio: int = 1,
+    split: SplitChoice = split_places,
 ) -> OnHost[tuple[ChoiceGroup, ...]]:
-    """Groups of one-token slices in `rows` int64 [n] of the step, and of `slices` from `first_rows` on."""
-    table, first_pages = page_table(decodes, slices, block_size)
+    """Groups of one-token slices in `rows` int64 [n] of the step, and of `slices` from `first_rows` on.
+
+    Blocks have `block_size` tokens. Units of `ratio` tokens lie in the block of their last token, one of
+    `block_size` tokens has max(1, block_size // ratio) of them; `ratio` divides `block_size`, or the other
+    way round. `split` is called for each group, in order.
+    """
+    table, first_pages = page_table(decodes, slices, block_size, step=max(1, ratio // block_size))
     blocks = query_blocks(decodes, rows, slices, first_rows, first_pages, CHOICE_QUERIES)
     blocks = replace(blocks, splits=np.where(np.arange(len(blocks.rows)) < len(rows), KEY_SPLIT, UNSPLIT))
     assert not blocks.first_blocks.any(), "blocks of sequences without a window are never released"
-    groups = [_host_group(blocks.take(own), top_k, block_size) for own in _grouped(blocks, len(rows))]
+    groups = [
+        _host_group(blocks.take(own), top_k, ratio, split) for own in _grouped(blocks, len(rows), ratio)
+    ]
     array = np.concatenate([table, *(group.array for group in groups)])
     sizes = [len(table), *(len(group.array) for group in groups)]
     scattered = [group.queries for group in groups if group.queries is not None]
@@ -116,18 +143,19 @@ def choice_groups(
     return OnHost((array, *scattered), make)
 
 
-def _strides(blocks: QueryBlocks) -> Column:
+def _strides(blocks: QueryBlocks, ratio: int) -> Column:
     """Distances of the scores of a block's queries."""
-    found: Column = -(-(blocks.positions + blocks.counts) // _ALIGNED) * _ALIGNED
+    units = (blocks.positions + blocks.counts) // ratio
+    found: Column = -(-units // _ALIGNED) * _ALIGNED
     return found
 
 
-def _grouped(blocks: QueryBlocks, num_decodes: int) -> Iterator[slice]:
+def _grouped(blocks: QueryBlocks, num_decodes: int, ratio: int) -> Iterator[slice]:
     """Groups of blocks, of which the first `num_decodes` are one-token slices: within the limits of a group,
     rows of longer slices without gaps.
     """
     counts, rows = blocks.counts.tolist(), blocks.rows.tolist()
-    sizes = (blocks.counts * _strides(blocks)).tolist()
+    sizes = (blocks.counts * _strides(blocks, ratio)).tolist()
     begin = num_rows = num_scores = 0
     for number, (count, size) in enumerate(zip(counts, sizes, strict=True)):
         is_next = number < num_decodes or rows[number] == rows[number - 1] + counts[number - 1]
@@ -139,23 +167,20 @@ def _grouped(blocks: QueryBlocks, num_decodes: int) -> Iterator[slice]:
     yield slice(begin, len(counts))
 
 
-def _host_group(blocks: QueryBlocks, top_k: int, block_size: int) -> _HostGroup:
-    counts, strides = blocks.counts, _strides(blocks)
+def _host_group(blocks: QueryBlocks, top_k: int, ratio: int, split: SplitChoice) -> _HostGroup:
+    counts, strides = blocks.counts, _strides(blocks, ratio)
     ends = np.cumsum(counts * strides)
     places = ends - counts * strides
     of_row = np.repeat(np.arange(len(counts)), counts)
     index = np.arange(len(of_row)) - (np.cumsum(counts) - counts)[of_row]
-    num_keys = (blocks.positions[of_row] + index) + 1
-    scored = np.where(blocks.positions + counts > top_k, counts, 0)
+    positions = blocks.positions[of_row] + index
+    num_units = (positions + 1) // ratio
+    scored = np.where((blocks.positions + counts) // ratio > top_k, counts, 0)
     columns = (blocks.rows, scored, blocks.first_pages, blocks.positions, places, strides)
-    every = replace(
-        blocks.take(of_row),
-        rows=np.arange(len(of_row)),
-        counts=np.ones_like(of_row),
-        positions=np.minimum(num_keys, top_k) - 1,
-    )
-    items, merges, num_partial = split_keys(every, None, block_size)
-    in_rows = np.stack((places[of_row] + index * strides[of_row], num_keys), 1)
+    ones, own = np.ones_like(of_row), np.arange(len(of_row))
+    every = replace(blocks.take(of_row), rows=own, counts=ones, positions=positions)
+    items, merges, num_partial = split(every, np.minimum(num_units, top_k))
+    in_rows = np.stack((places[of_row] + index * strides[of_row], num_units), 1)
     parts = [np.stack(columns, 1), in_rows, items, merges]
     queries = blocks.rows[of_row] + index
     begin, end = int(queries[0]), int(queries[-1]) + 1
@@ -166,5 +191,5 @@ def _host_group(blocks: QueryBlocks, top_k: int, block_size: int) -> _HostGroup:
         sizes=(parts[0].size, parts[1].size, items.size, merges.size),
         num_partial=num_partial,
         num_scores=int(ends[-1]),
-        longest=int(num_keys.max()),
+        longest=max(1, int(num_units.max())),
     )

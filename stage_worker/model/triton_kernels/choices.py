@@ -1,14 +1,15 @@
-"""The indexer of sparse attention: its keys in pages, scores of a query's tokens, the choice of the highest.
+"""The indexer of sparse attention: its keys in pages, scores of a query's units, the choice of the highest.
 
-See `stage_worker.model.indexer`.
+See `stage_worker.model.indexer`. Units are tokens, or entries or blocks of several tokens, of which a key
+each is in pages, see `stage_worker.model.choice_work`.
 
 Products are of elements in the run dtype, and add up in float32, as do the heads. A choice is exactly that of
 `chosen_tokens` on the same scores: float32 in the order of integers, of which the least that is chosen is
-found bit by bit; of equal scores the first tokens, and a score that is not a number as the highest. Nothing
-is read beyond a query's tokens: pages need no zeros, and scores no limits.
+found bit by bit; of equal scores the first units, and a score that is not a number as the highest. Nothing
+is read beyond a query's units: pages need no zeros, and scores no limits.
 
 A program chooses from CHOICE_PART scores, in registers. Of more, each part's choice goes on to the next
-level, in the order of tokens: what is not among the highest of a part is not among those of all parts.
+level, in the order of units: what is not among the highest of a part is not among those of all parts.
 """
 
 # Constants of kernels are in capitals.
@@ -87,13 +88,13 @@ def scores_kernel(
     queries, weights, keys, table, blocks, scores,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     KEYS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDENS: tl.constexpr,
-    FIELDS: tl.constexpr,
+    RATIO: tl.constexpr, FIELDS: tl.constexpr,
 ):
-    """Scores of SPLIT keys for a block of queries: grid [blocks, parts of the longest sequence]."""
+    """Scores of SPLIT units of RATIO tokens for a block of queries: grid [blocks, parts of the most units]."""
     block = blocks + tl.program_id(0) * FIELDS
     first, count, position = tl.load(block), tl.load(block + 1), tl.load(block + 3)
     begin = tl.program_id(1) * SPLIT
-    end = tl.minimum(position + count, begin + SPLIT)
+    end = tl.minimum((position + count) // RATIO, begin + SPLIT)
     if (count == 0) | (begin >= end):
         return
     table += tl.load(block + 2)
@@ -121,7 +122,8 @@ def scores_kernel(
             products = tl.where(products < 0.0, 0.0, products)  # keeps what is not a number
             weight = tl.load(weights + row * NUM_HEADS + heads, mask=heads < NUM_HEADS, other=0.0)
             total = tl.sum(products * weight[:, None], 0)
-            tl.store(scores + index * stride + places, total, mask=is_key & (places <= position + index))
+            num_seen = (position + index + 1) // RATIO
+            tl.store(scores + index * stride + places, total, mask=is_key & (places < num_seen))
 
 
 @triton.jit
@@ -160,9 +162,9 @@ def choice_kernel(
     rows, scores, sources, source_stride, targets, target_stride, chosen,
     TOP_K: tl.constexpr, LEVEL: tl.constexpr, PART: tl.constexpr, FIELDS: tl.constexpr,
 ):
-    """One part of what is left of one query's tokens: grid [queries, parts of the most of them].
+    """One part of what is left of one query's units: grid [queries, parts of the most of them].
 
-    Those are all tokens, or on further levels `sources` [queries, source_stride]. A single part's choice is
+    Those are all units, or on further levels `sources` [queries, source_stride]. A single part's choice is
     final, others go to `targets`.
     """
     row = tl.program_id(0)
@@ -182,17 +184,17 @@ def choice_kernel(
     is_key = begin + lanes < num_left
     scores += tl.load(rows + row * FIELDS)
     if LEVEL == 0:
-        tokens = begin + lanes
+        units = begin + lanes
     else:
         sources += row.to(tl.int64) * source_stride + begin
-        tokens = tl.load(sources + lanes, mask=is_key, other=0)
-    keys = tl.where(is_key, _ordered(tl.load(scores + tokens, mask=is_key, other=0.0)), -2147483648)
+        units = tl.load(sources + lanes, mask=is_key, other=0)
+    keys = tl.where(is_key, _ordered(tl.load(scores + units, mask=is_key, other=0.0)), -2147483648)
     is_chosen, place = _chosen(keys, tl.minimum(num_left - begin, TOP_K))
     if LEVEL > 0:
-        tokens = tl.load(sources + lanes, mask=is_chosen, other=0)
+        units = tl.load(sources + lanes, mask=is_chosen, other=0)
     further = targets + row.to(tl.int64) * target_stride + tl.program_id(1) * TOP_K
     into = tl.where(num_left <= PART, chosen + row.to(tl.int64) * TOP_K, further)
-    tl.store(into + place, tokens, mask=is_chosen)
+    tl.store(into + place, units, mask=is_chosen)
 # fmt: on
 
 
@@ -228,11 +230,11 @@ def rotate_and_write_keys(
     Launch(rotation_kernel, grid, constants, 1)(queries, keys, cos, sin, cos.stride(0), slots, pages)
 
 
-def score(queries: Tensor, weights: Tensor, group: ChoiceGroup, pages: Tensor) -> Tensor:
-    """Scores float32 [group.num_scores] of the tokens that the group's queries see.
+def score(queries: Tensor, weights: Tensor, group: ChoiceGroup, pages: Tensor, *, ratio: int = 1) -> Tensor:
+    """Scores float32 [group.num_scores] of the units of `ratio` tokens that the group's queries see.
 
     `queries` [n, heads, head_dim] and `weights` float32 [n, heads] are those of the step; `pages` are
-    [num_blocks, block_size, head_dim].
+    [num_blocks, units of a block, head_dim].
     """
     num_heads, head_dim = queries.shape[1:]
     scores = weights.new_empty(group.num_scores)
@@ -244,20 +246,19 @@ def score(queries: Tensor, weights: Tensor, group: ChoiceGroup, pages: Tensor) -
         "KEYS": _KEYS,
         "SPLIT": _SPLIT,
         "BLOCK_SIZE": pages.shape[1],
+        "RATIO": ratio,
         "WIDENS": IS_INTERPRETED,
         "FIELDS": BLOCK_FIELDS,
     }
     grid = (len(group.blocks), triton.cdiv(group.longest, _SPLIT))
-    Launch(scores_kernel, grid, constants)(
-        queries, weights, pages, group.attention.table, group.blocks, scores
-    )
+    Launch(scores_kernel, grid, constants)(queries, weights, pages, group.table, group.blocks, scores)
     return scores
 
 
 def choose(scores: Tensor, group: ChoiceGroup, top_k: int) -> Tensor:
-    """The tokens int32 [queries, top_k] with the highest `scores` of each query of the group, ascending.
+    """The units int32 [queries, top_k] with the highest `scores` of each query of the group, ascending.
 
-    A query of fewer tokens has these, and undefined numbers after them.
+    A query of fewer units has these, and undefined numbers after them.
     """
     num_rows = len(group.rows)
     chosen = group.rows.new_empty(num_rows, top_k)
@@ -274,9 +275,9 @@ def choose(scores: Tensor, group: ChoiceGroup, top_k: int) -> Tensor:
     return chosen
 
 
-def _parts_of_levels(num_tokens: int, top_k: int) -> list[int]:
-    """Parts of each level of a choice from up to `num_tokens`; the last one has a single part."""
-    found = [triton.cdiv(num_tokens, CHOICE_PART)]
+def _parts_of_levels(num_units: int, top_k: int) -> list[int]:
+    """Parts of each level of a choice from up to `num_units`; the last one has a single part."""
+    found = [triton.cdiv(num_units, CHOICE_PART)]
     while found[-1] > 1:
         found.append(triton.cdiv(found[-1] * top_k, CHOICE_PART))
     return found

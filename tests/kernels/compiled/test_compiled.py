@@ -136,12 +136,21 @@ def chosen_group(num_queries: int, longest: int) -> ChoiceGroup:
     return ChoiceGroup(
         span=(0, num_queries),
         queries=None,
+        table=new(1000, dtype=torch.int32),
         blocks=new((num_queries, BLOCK_FIELDS), dtype=torch.int32),
         rows=new((num_queries, ROW_FIELDS), dtype=torch.int32),
         attention=work(is_decode=True, group=128, row_width=576, dtype=BF16),
         num_scores=num_queries * longest,
         longest=longest,
     )
+
+
+def chosen_entries(dtype: torch.dtype) -> None:
+    """Of 262,144 entries of 4 tokens, which takes three levels; a block has 4."""
+    group = chosen_group(64, 262_144)
+    queries, pages = new((64, 64, 128), dtype=dtype), new((100, 4, 128), dtype=dtype)
+    scores = choices.score(queries, new((64, 64), dtype=F32), group, pages, ratio=4)
+    choices.choose(scores, group, 1024)
 
 
 def chosen_tokens(num_heads: int, dtype: torch.dtype, *, first: int = 0, top_k: int = 2048) -> None:
@@ -382,6 +391,7 @@ def _cases() -> dict[str, Callable[[], None]]:
             cases[f"latents-{name}"] = latents
             cases[f"chosen-latents-{name}"] = partial(latents, chosen=new((100, 2048), dtype=torch.int32))
             cases[f"choices-{name}"] = partial(chosen_tokens, 64, dtype)
+            cases[f"choices-of-entries-{name}"] = partial(chosen_entries, dtype)
         cases[f"heads-{name}"] = partial(head_step, 32, 8, 128, dtype)
         cases[f"norms-{name}"] = partial(norms, 8192, NormKind.RMS, dtype)
         cases[f"gate-{name}"] = partial(gate, Activation.SILU, dtype)

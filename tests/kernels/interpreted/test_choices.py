@@ -29,6 +29,9 @@ SLICES = ((0, 1), (18, 1), (19, 1), (20, 1), (63, 1), (64, 1), (129, 1), (200, 1
 """(position of the first query, number of queries): fewer keys than are chosen, as many, and more, on both
 sides of the edges of blocks and of parts of 64 scores, of which three levels are needed.
 """
+CHOSEN_UNITS = {1: TOP_K, 4: 5, 128: 1}
+"""Units that are chosen, by the tokens of a unit."""
+UNIT_SLICES = (*SLICES, (511, 1), (300, 90))
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +39,11 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "CHOICE_PART", 64)
 
 
-def groups_of(slices: Sequence[tuple[int, int]] = SLICES) -> tuple[tuple[ChoiceGroup, ...], list[list[int]]]:
-    """Groups, and the pages of each slice, in the reverse order of all."""
+def groups_of(
+    slices: Sequence[tuple[int, int]] = SLICES, ratio: int = 1
+) -> tuple[tuple[ChoiceGroup, ...], list[list[int]]]:
+    """Groups, and the pages of each slice, in the reverse order of all. One-token slices come first."""
+    slices = sorted(slices, key=lambda item: item[1] > 1)
     counts = [-(-(first + count) // BLOCK) for first, count in slices]
     free = list(range(sum(counts)))
     tables = [[free.pop() for _ in range(count)] for count in counts]
@@ -52,8 +58,9 @@ def groups_of(slices: Sequence[tuple[int, int]] = SLICES) -> tuple[tuple[ChoiceG
         np.arange(num_singles),
         layouts[num_singles:],
         firsts[num_singles:].tolist(),
-        top_k=TOP_K,
+        top_k=CHOSEN_UNITS[ratio],
         block_size=BLOCK,
+        ratio=ratio,
     )
     return found.make(torch.from_numpy), tables
 
@@ -99,6 +106,37 @@ def test_scores_equal_those_of_a_cpu(dtype: torch.dtype, num_heads: int) -> None
             found = scores[place : place + num_keys]
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     assert rows == len(places)
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_scores_and_choices_of_units_equal_those_of_a_cpu(ratio: int) -> None:
+    """Of entries of as many tokens; scores of integers are exact. Rows that no query sees are not numbers."""
+    slices = sorted(UNIT_SLICES, key=lambda item: item[1] > 1)
+    groups, tables = groups_of(slices, ratio)
+    places, top_k = queries_of(slices), CHOSEN_UNITS[ratio]
+    queries, weights = random(len(places), 5, 24).round(), random(len(places), 5, seed=1).round()
+    keys = [
+        random((first + count) // ratio, 24, seed=2 + i).round() for i, (first, count) in enumerate(slices)
+    ]
+    step, size = max(1, ratio // BLOCK), max(1, BLOCK // ratio)
+    pages = torch.full((sum(map(len, tables)), size, 24), math.nan)
+    for own, table in zip(keys, tables, strict=True):
+        for number, key in enumerate(own):
+            pages[table[number // size * step + step - 1], number % size] = key
+    num_chosen = 0
+    for group in groups:
+        found = choices.choose(choices.score(queries, weights, group, pages, ratio=ratio), group, top_k)
+        for row, num_units in enumerate(group.rows[:, 1].tolist()):
+            query = group.span[0] + row
+            number, seen = places[query]
+            assert num_units == seen // ratio
+            expected = list(range(num_units))
+            if num_units > top_k:
+                one = IndexQueries(queries[query : query + 1], weights[query : query + 1])
+                scores = one.scores(keys[number][None, :num_units])
+                expected, num_chosen = chosen_tokens(scores, top_k, ())[0].tolist(), num_chosen + 1
+            assert found[row, : len(expected)].tolist() == expected, (number, num_units)
+    assert num_chosen > 90
 
 
 @pytest.mark.parametrize("kind", ["ties", "equals", "random", "odd"])
