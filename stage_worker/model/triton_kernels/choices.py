@@ -90,7 +90,7 @@ def scores_kernel(
     KEYS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDENS: tl.constexpr,
     RATIO: tl.constexpr, FIELDS: tl.constexpr,
 ):
-    """Scores of SPLIT units of RATIO tokens for a block of queries: grid [blocks, parts of the most units]."""
+    """Scores of SPLIT units of RATIO tokens for a block of queries: grid [blocks, parts of the most]."""
     block = blocks + tl.program_id(0) * FIELDS
     first, count, position = tl.load(block), tl.load(block + 1), tl.load(block + 3)
     begin = tl.program_id(1) * SPLIT
