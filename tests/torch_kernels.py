@@ -15,16 +15,25 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from checkpoint import GatedDelta, KimiDelta, Mamba2
+from checkpoint.ngrams import NgramEmbedding
 from stage_worker.backends import tensor_views
 from stage_worker.backends.tensor_views import scale_rows, unscale_rows
 from stage_worker.model import attention_work, indexer, operations, projections
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.choice_work import ChoiceGroup
 from stage_worker.model.gated_delta import SeparateDelta
+from stage_worker.model.kernels import Kernels
 from stage_worker.model.kimi_delta import SeparateChannelDelta
-from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights
+from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights, NgramWeights
 from stage_worker.model.mamba2 import SeparateScan
-from stage_worker.model.operations import GateProjection, StateFunction, TorchOperations, limited
+from stage_worker.model.ngrams import SeparateNgrams
+from stage_worker.model.operations import (
+    GateProjection,
+    NgramFunction,
+    StateFunction,
+    TorchOperations,
+    limited,
+)
 from stage_worker.model.rope import rotate_
 from stage_worker.model.state_rows import StateRows
 from stage_worker.model.step_layout import LayerStates
@@ -63,6 +72,11 @@ class _StateOperations(TorchOperations):
     def scan_function(self, mixer: Mamba2, weights: MambaWeights) -> StateFunction:
         return _TableRows(SeparateScan(mixer, weights))
 
+    def ngram_function(
+        self, plan: NgramEmbedding, weights: NgramWeights, kernels: Kernels
+    ) -> NgramFunction | None:
+        return _TableNgrams(SeparateNgrams(plan, weights, kernels))
+
 
 class _TableRows:
     """Token by token: sequences without a further one have a copy of slot 0, which is dropped."""
@@ -76,13 +90,17 @@ class _TableRows:
         num_rows, num_slots = len(projected), len(memory.parts[0])
         longer = [torch.cat((part, part.narrow(0, 0, 1))) for part in memory.parts]
         given = torch.cat((projected, projected.new_zeros(1, projected.shape[1])))
+        ids = memory.step.token_ids
+        if ids is not None:
+            ids = torch.cat((ids, ids.new_zeros(num_rows + 1 - len(ids))))
         outputs = None
         for token in range(num_rows if memory.rows.has_longer else 1):
             is_row = count > token
             rows, slots = torch.where(is_row, first + token, num_rows), torch.where(is_row, slot, num_slots)
             states = StateRows(has_longer=False, singles=torch.arange(len(rows), device=rows.device))
             states = replace(states, single_slots=slots)
-            step: Any = SimpleNamespace(num_tokens=len(rows), states=states)
+            own_ids = None if ids is None else ids.index_select(0, rows)
+            step: Any = SimpleNamespace(num_tokens=len(rows), states=states, token_ids=own_ids)
             found = self._function(given.index_select(0, rows), LayerStates(step, longer))
             outputs = found.new_zeros(num_rows + 1, found.shape[1]) if outputs is None else outputs
             outputs.index_copy_(0, rows, found)
@@ -90,6 +108,17 @@ class _TableRows:
             part.copy_(kept.narrow(0, 0, num_slots))
         assert outputs is not None
         return outputs.narrow(0, 0, num_rows)
+
+
+class _TableNgrams(_TableRows):
+    """Rows that no sequence has stay as they are."""
+
+    def __call__(self, projected: Tensor, memory: LayerStates) -> Tensor:
+        found = super().__call__(projected, memory)
+        assert memory.rows.sequences is not None, "a table of the step's sequences"
+        num_rows = memory.rows.sequences.narrow(1, 0, 2).sum(dim=1).amax()
+        is_row = torch.arange(len(projected), device=projected.device) < num_rows
+        return torch.where(is_row[:, None], found, projected)
 
 
 def row_product(x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:

@@ -52,10 +52,11 @@ from stage_worker.model.layer_weights import (
     MambaWeights,
 )
 from stage_worker.model.mamba2 import state_space_model
-from stage_worker.model.ngrams import NgramFeatures
+from stage_worker.model.ngrams import ngram_features
 from stage_worker.model.norms import NormWeights, RowNorm, row_norm, unit_norm
 from stage_worker.model.operations import (
     HeadFunction,
+    NgramFunction,
     Operations,
     attend_in_pages,
     attend_prompt,
@@ -289,11 +290,13 @@ def _feed_forward(
     return ExpertMixture(layer_plan, given, operations, kernels)
 
 
-def _ngrams(plan: LayerPlan, weights: LayerWeights, kernels: Kernels) -> NgramFeatures | None:
+def _ngrams(
+    plan: LayerPlan, weights: LayerWeights, operations: Operations, kernels: Kernels
+) -> NgramFunction | None:
     if plan.ngrams is None:
         return None
     assert weights.ngrams is not None, "n-grams without weights"
-    return NgramFeatures(plan.ngrams, weights.ngrams, kernels)
+    return ngram_features(plan.ngrams, weights.ngrams, operations, kernels)
 
 
 class Beside:
@@ -352,7 +355,7 @@ class DecoderLayer:
         has_norm = self._ffn_norm is not _unchanged and not self._is_shared
         self._norm_of_sum = self._ffn_norm if has_norm else None
         assert plan.connection is None or _adds_plainly(plan), "streams of a layer with other residuals"
-        self._ngrams = _ngrams(plan, weights, kernels)
+        self._ngrams = _ngrams(plan, weights, self._operations, kernels)
         self._read = {
             role: connection_of(plan.connection, tensors)
             for role, tensors in weights.streams.items()
@@ -372,7 +375,7 @@ class DecoderLayer:
         """
         if self._ngrams is not None:
             assert isinstance(memories[0], LayerStates), "memory of another kind"
-            hidden = self._ngrams.added_to(hidden, memories[0])
+            hidden = self._ngrams(hidden, memories[0])
         output = self._output_of_streams(hidden, *memories) if self._read else self._output(hidden, *memories)
         return output if self._scale is None else output.mul_(self._scale)
 

@@ -17,24 +17,34 @@ from checkpoint.ngrams import NgramEmbedding
 from stage_worker.model.causal_convolution import CausalConvolution
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import NgramWeights
+from stage_worker.model.operations import NgramFunction, Operations
 from stage_worker.model.projections import project
 from stage_worker.model.state_rows import StateRows
 from stage_worker.model.step_layout import LayerStates
 
-_LEAST_GATE = 1e-6
+LEAST_GATE = 1e-6
 """Before the root: the least distance of a gate's argument from 0, unless it is 0."""
+
+
+def ngram_features(
+    plan: NgramEmbedding, weights: NgramWeights, operations: Operations, kernels: Kernels
+) -> NgramFunction:
+    """See `NgramEmbedding`. Packed weights replace the given ones, but for the table.
+
+    Raises ValueError for hashes that could choose rows outside of the table.
+    """
+    least = min(int(weights.sizes.min()) - 1, int(weights.offsets.min()))
+    if least < 0 or int((weights.offsets + weights.sizes).max()) > plan.num_rows:
+        raise ValueError(f"sizes or offsets of n-gram hashes exceed their table of {plan.num_rows} rows")
+    return operations.ngram_function(plan, weights, kernels) or SeparateNgrams(plan, weights, kernels)
 
 
 class NgramLookup:
     """Rows of a table by the hashes of n-grams."""
 
     def __init__(self, plan: NgramEmbedding, weights: NgramWeights) -> None:
-        """Raises ValueError for hashes that could choose rows outside of the table."""
         self._plan, self._table = plan, weights.table
         self._multipliers, self._sizes, self._offsets = weights.multipliers, weights.sizes, weights.offsets
-        least = min(int(self._sizes.min()) - 1, int(self._offsets.min()))
-        if least < 0 or int((self._offsets + self._sizes).max()) > plan.num_rows:
-            raise ValueError(f"sizes or offsets of n-gram hashes exceed their table of {plan.num_rows} rows")
 
     def __call__(self, tokens: Tensor, before: Tensor) -> Tensor:
         """Rows of all heads side by side, [n, width], of `tokens` int64 [n]; `before` int64 [n, size - 1] are
@@ -71,11 +81,11 @@ def tokens_before(tokens: Tensor, rows: StateRows, kept: Tensor, separator: int)
     return before
 
 
-class NgramFeatures:
-    """See `NgramEmbedding`."""
+class SeparateNgrams:
+    """An `NgramFunction` by torch's operators."""
 
     def __init__(self, plan: NgramEmbedding, weights: NgramWeights, kernels: Kernels) -> None:
-        """Packed weights replace the given ones, but for the table. Raises like `NgramLookup`."""
+        """Packed weights replace those of keys and values."""
         self._plan, self._lookup = plan, NgramLookup(plan, weights)
         products = kernels.layer_products
         self._key, self._value = (project(one, None, products) for one in (weights.key, weights.value))
@@ -85,8 +95,7 @@ class NgramFeatures:
         )
         self._convolution = CausalConvolution(weights.conv, dilation=plan.size)
 
-    def added_to(self, streams: Tensor, memory: LayerStates) -> Tensor:
-        """`streams` [m, channels] plus the features of the step's tokens, as a new tensor."""
+    def __call__(self, streams: Tensor, memory: LayerStates) -> Tensor:
         tokens, plan = memory.step.token_ids, self._plan
         assert tokens is not None, "a layout without token ids"
         inputs, ids = memory.parts[2:]  # after the mixer's, see `NgramEmbedding.state_parts`
@@ -95,7 +104,7 @@ class NgramFeatures:
         by_stream = torch.unflatten(streams[: len(tokens)], 1, (plan.num_streams, -1))
         products = (keys * self._normed(by_stream, self._stream_norm)).sum(dim=2, keepdim=True)
         scores = products / math.sqrt(plan.hidden_size)
-        gates = (scores.abs().clamp_min(_LEAST_GATE).sqrt() * scores.sign()).sigmoid()
+        gates = (scores.abs().clamp_min(LEAST_GATE).sqrt() * scores.sign()).sigmoid()
         gated = gates * self._value(rows)[:, None]
         fresh = self._normed(gated, self._conv_norm).flatten(1)
         output = streams.clone()

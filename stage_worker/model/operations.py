@@ -23,10 +23,11 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from checkpoint import Attention, GatedDelta, KimiDelta, Latent, Mamba2, Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu
 from checkpoint.names import TensorRole
+from checkpoint.ngrams import NgramEmbedding
 from stage_worker.model.attention_views import DecodeView, PrefillView
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.kernels import AttentionMethod, Kernels, load, load_triton
-from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights
+from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights, NgramWeights
 from stage_worker.model.norms import NormWeights, RowNorm, rms_norm, row_norm
 from stage_worker.model.projections import Weight
 from stage_worker.model.rope import RotaryTable, rotate_
@@ -179,6 +180,10 @@ StateFunction = Callable[[Tensor, LayerStates], Tensor]
 """A recurrent mixer between its projections: gated output [m, o_size] of rows [m, in] of the first, with
 zeros after the step's tokens. States advance.
 """
+NgramFunction = Callable[[Tensor, LayerStates], Tensor]
+"""Residual streams [m, channels] plus embeddings of the n-grams of the step's tokens, as a new tensor; rows
+after these tokens stay. States advance.
+"""
 GateProjection = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Decays and output gates of Kimi Delta Attention, [n, heads * head_dim] each, of their latents
 [n, 2 * rank], those of decays first.
@@ -261,6 +266,11 @@ class Operations(Protocol):
     def scan_function(self, mixer: Mamba2, weights: MambaWeights) -> StateFunction | None:
         """Mamba2 between its projections."""
 
+    def ngram_function(
+        self, plan: NgramEmbedding, weights: NgramWeights, kernels: Kernels
+    ) -> NgramFunction | None:
+        """Embeddings of n-grams, with their projections."""
+
 
 def operations(kernels: Kernels) -> Operations:
     """The implementation for `kernels`."""
@@ -335,6 +345,11 @@ class _SeparateOperations:
         return None
 
     def scan_function(self, mixer: Mamba2, weights: MambaWeights) -> StateFunction | None:
+        return None
+
+    def ngram_function(
+        self, plan: NgramEmbedding, weights: NgramWeights, kernels: Kernels
+    ) -> NgramFunction | None:
         return None
 
 

@@ -11,18 +11,27 @@ from torch import Tensor
 from checkpoint import Attention, GatedDelta, KimiDelta, Mamba2, Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind
 from checkpoint.names import TensorRole
+from checkpoint.ngrams import NgramEmbedding
 from stage_worker.model.attention_views import DecodeView
 from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
-from stage_worker.model.kernels import has_head_kernel
-from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights
+from stage_worker.model.kernels import Kernels, has_head_kernel
+from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights, NgramWeights
 from stage_worker.model.norms import NormWeights, RowNorm
-from stage_worker.model.operations import Function, GateProjection, HeadFunction, Products, StateFunction
+from stage_worker.model.operations import (
+    Function,
+    GateProjection,
+    HeadFunction,
+    NgramFunction,
+    Products,
+    StateFunction,
+)
 from stage_worker.model.projections import Weight
 from stage_worker.model.rope import RotaryTable, rotate_
 from stage_worker.model.step_layout import LayerKv
 from stage_worker.model.triton_kernels import gates, heads
 from stage_worker.model.triton_kernels.byte_products import byte_expert_products
 from stage_worker.model.triton_kernels.experts import expert_products
+from stage_worker.model.triton_kernels.ngrams import FusedNgrams
 from stage_worker.model.triton_kernels.nibble_products import nibble_expert_products
 from stage_worker.model.triton_kernels.norms import KernelNorm, add_and_norm, picked_norm
 from stage_worker.model.triton_kernels.recurrent import FusedChannelDelta, FusedDelta, FusedScan
@@ -124,6 +133,11 @@ class TritonOperations:
 
     def scan_function(self, mixer: Mamba2, weights: MambaWeights) -> StateFunction | None:
         return FusedScan(mixer, weights)
+
+    def ngram_function(
+        self, plan: NgramEmbedding, weights: NgramWeights, kernels: Kernels
+    ) -> NgramFunction | None:
+        return FusedNgrams(plan, weights, kernels)
 
 
 def _rotate_and_write(

@@ -29,13 +29,15 @@ from triton.runtime.jit import mangle_type
 from checkpoint import GatedDelta, KimiDelta, Mamba2, Norm, ScaledDType
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind
 from checkpoint.held import HeldBytes, HeldNibbles
+from checkpoint.ngrams import NgramEmbedding
 from checkpoint.recurrent import Recurrent
 from stage_worker.model.attention_work import AttentionWork, HostWork, queries_per_item
 from stage_worker.model.choice_work import BLOCK_FIELDS, ROW_FIELDS, ChoiceGroup
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
+from stage_worker.model.kernels import PLAIN
 from stage_worker.model.kimi_delta import BatchedGates
-from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights
+from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights, NgramWeights
 from stage_worker.model.norms import NormWeights
 from stage_worker.model.operations import StateFunction
 from stage_worker.model.state_rows import SEQUENCE_FIELDS, StateRows
@@ -46,6 +48,7 @@ from stage_worker.model.triton_kernels import wire_rows as wire
 from stage_worker.model.triton_kernels.attention import attend
 from stage_worker.model.triton_kernels.byte_products import byte_expert_products, byte_product
 from stage_worker.model.triton_kernels.experts import expert_products
+from stage_worker.model.triton_kernels.ngrams import FusedNgrams
 from stage_worker.model.triton_kernels.nibble_products import nibble_expert_products, nibble_product
 from stage_worker.model.triton_kernels.operations import TritonOperations
 from stage_worker.model.triton_kernels.payload_sums import checksum
@@ -359,6 +362,50 @@ STATE_MIXERS: dict[str, Recurrent] = {
 }
 
 
+QWEN4_NGRAMS = NgramEmbedding(
+    size=3,
+    heads_per_size=8,
+    head_dim=160,
+    num_rows=320_001_536,
+    num_shards=128,
+    kernel_size=4,
+    separator=248_044,
+    hidden_size=2560,
+    num_streams=4,
+    norm_eps=1e-6,
+)
+
+
+def ngrams(plan: NgramEmbedding, dtype: torch.dtype, *, has_longer: bool) -> None:
+    """The layer's addition to the streams; its products are torch's."""
+    numbers = {
+        name: new(size, dtype=torch.int64)
+        for name, size in (("multipliers", plan.size), ("sizes", plan.num_heads), ("offsets", plan.num_heads))
+    }
+    norms = {name: new(plan.channels, dtype=dtype) for name in ("key_norm", "stream_norm", "conv_norm")}
+    weights = NgramWeights(
+        **numbers,
+        **norms,
+        table=new((plan.num_rows, plan.head_dim), dtype=dtype),
+        key=new((plan.channels, plan.width), dtype=dtype),
+        value=new((plan.hidden_size, plan.width), dtype=dtype),
+        conv=new((plan.channels, 1, plan.kernel_size), dtype=dtype),
+    )
+    own = [new((100, *part.shape), dtype=F32 if part.is_wide else dtype) for part in plan.state_parts]
+    rows = StateRows(has_longer=has_longer, sequences=new((64, SEQUENCE_FIELDS), dtype=torch.int32))
+    step: Any = SimpleNamespace(states=rows, num_tokens=128, token_ids=new(128, dtype=torch.int64))
+    memory = LayerStates(step, [new(0, dtype=dtype), new(0, dtype=F32), *own])
+    FusedNgrams(plan, weights, PLAIN)(new((128, plan.channels), dtype=dtype), memory)
+
+
+def _ngram_cases() -> dict[str, Callable[[], None]]:
+    return {
+        f"ngrams-{phase}-{name}": partial(ngrams, QWEN4_NGRAMS, dtype, has_longer=phase == "chunks")
+        for phase in ("decodes", "chunks")
+        for name, dtype in DTYPES.items()
+    }
+
+
 def _state_cases() -> dict[str, Callable[[], None]]:
     return {
         f"{family}-{phase}-{name}": partial(recurrent, mixer, dtype, has_longer=phase == "chunks")
@@ -428,7 +475,7 @@ def _cases() -> dict[str, Callable[[], None]]:
     return cases
 
 
-CASES = _cases() | _held_cases() | _state_cases()
+CASES = _cases() | _held_cases() | _state_cases() | _ngram_cases()
 
 _TYPES = {
     BF16: "*bf16",

@@ -14,7 +14,8 @@ from checkpoint.ngram_config import parse_ngrams
 from checkpoint.ngrams import NgramEmbedding
 from stage_worker.model.kernels import PLAIN
 from stage_worker.model.layer_weights import NgramWeights
-from stage_worker.model.ngrams import NgramFeatures, NgramLookup, tokens_before
+from stage_worker.model.ngrams import NgramLookup, ngram_features, tokens_before
+from stage_worker.model.operations import NgramFunction, TorchOperations
 from stage_worker.model.state_rows import HostStates, StateRows
 from stage_worker.model.step_layout import KvWrites, LayerStates, StepLayout
 
@@ -80,6 +81,10 @@ def weights_of(layer: Qwen4ExpTextPLELayer, **changes: Tensor) -> NgramWeights:
     return NgramWeights(**(tensors | changes))
 
 
+def features_of(plan: NgramEmbedding, weights: NgramWeights) -> NgramFunction:
+    return ngram_features(plan, weights, TorchOperations(), PLAIN)
+
+
 def states(plan: NgramEmbedding) -> list[Tensor]:
     """Parts of a layer's state; the first two, of its mixer, are not read."""
     return [torch.empty(0)] * 2 + [torch.zeros(NUM_STATES, *part.shape) for part in plan.state_parts]
@@ -127,13 +132,13 @@ def test_chunks_and_decodes_continue_from_their_state(
     streams = torch.randn(len(TOKENS), plan.channels)
     with torch.no_grad():
         expected = streams + layer(streams[None], torch.tensor([TOKENS]), None)[0]
-    features, parts, begin = NgramFeatures(plan, weights_of(layer), PLAIN), states(plan), 0
+    features, parts, begin = features_of(plan, weights_of(layer)), states(plan), 0
     for length in lengths:
         rows = torch.cat(
             (torch.randn(1, plan.channels), streams[begin:][:length], torch.ones(2, plan.channels))
         )
         tokens = [7, *TOKENS[begin:][:length]]
-        found = features.added_to(rows, memory_of(parts, tokens, rows_of((1, 0), (length, 3))))
+        found = features(rows, memory_of(parts, tokens, rows_of((1, 0), (length, 3))))
         torch.testing.assert_close(found[1:-2], expected[begin:][:length])
         assert torch.equal(found[-2:], rows[-2:])
         begin += length
@@ -152,4 +157,4 @@ def test_hashes_that_choose_rows_outside_of_the_table_are_refused(
         {"sizes": weights.sizes * 0},
     ):
         with pytest.raises(ValueError, match=f"exceed their table of {plan.num_rows} rows"):
-            NgramLookup(plan, weights_of(layer, **changes))
+            features_of(plan, weights_of(layer, **changes))
