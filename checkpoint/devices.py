@@ -1,21 +1,23 @@
-"""What layers need of a device."""
+"""What Triton kernels compute of a model; torch's operators compute other models on GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from checkpoint.blueprint import LayerPlan
+from checkpoint.choices import no_choice_kernels_because
 from checkpoint.compressed import Compressed
 from checkpoint.streams import GatedConnection
 
 
-def only_on_cpus(layers: Iterable[LayerPlan]) -> str | None:
-    """What GPUs do not compute; None if they compute all `layers`."""
-    found = (_only_on_cpus(layer) for layer in layers)
-    return next((name for name in found if name is not None), None)
-
-
-def _only_on_cpus(layer: LayerPlan) -> str | None:
-    if isinstance(layer.connection, GatedConnection):
-        return "mixing of gated residual streams"
-    return "compressed attention" if isinstance(layer.mixer, Compressed) else None
+def no_kernels_because(layers: Collection[LayerPlan]) -> str | None:
+    """Why Triton kernels do not compute `layers` on a GPU; None if they do."""
+    if any(isinstance(layer.mixer, Compressed) for layer in layers):
+        return "Triton kernels compute no compressed attention"
+    if (reason := no_choice_kernels_because(layers)) is not None:
+        return reason
+    if any(layer.ngrams is not None for layer in layers):
+        return "Triton kernels add no embeddings of n-grams"
+    if any(isinstance(layer.connection, GatedConnection) for layer in layers):
+        return "Triton kernels mix no gated residual streams"
+    return None

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable
 
 from checkpoint.blueprint import Attention, Experts, Latent, LayerPlan, Mixer, NoFeedForward, Opaque
 from checkpoint.compressed import Compressed
-from checkpoint.devices import only_on_cpus
 from checkpoint.dtypes import DType
 from checkpoint.recurrent import KimiDelta, NoMixer, Pageless, Recurrent
 
@@ -42,15 +41,13 @@ def mixed_sizes(max_step_tokens: int) -> tuple[int, ...]:
 
 def are_recordable(layers: Iterable[LayerPlan]) -> bool:
     """Whether graphs record layers: not those whose kernels depend on values, as with experts or indexers,
-    those that only CPUs compute, and those with entries or with several residual streams, for which no graph
-    has buffers.
+    and those with entries or with several residual streams, for which no graph has buffers.
     """
     return not any(
         layer.num_streams > 1
         or isinstance(layer.feed_forward, Experts | Opaque)
         or isinstance(layer.mixer, Compressed)
         or layer.mixer.index_width
-        or only_on_cpus((layer,)) is not None
         for layer in layers
     )
 

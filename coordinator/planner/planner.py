@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 from typing import NoReturn
 
 from checkpoint import Blueprint, Compressed, DType, ScaledDType
-from checkpoint.devices import only_on_cpus
 from checkpoint.dtypes import OVERFLOWS_F16
 from checkpoint.held import has_held, table_bytes
 from checkpoint.implementation import Implementation
@@ -239,7 +238,6 @@ def make_plan(
     `layers` fixes the number of layers per worker, in order. `limits.max_sequence_tokens` is lowered to the
     model's limit. Raises PlanImpossible with the numbers, ValueError for arguments invalid for every model.
     """
-    _refuse_gpus(config, workers)
     validate_counts(config, workers, block_size=block_size, layers=layers, max_kv_tokens=max_kv_tokens)
     memory = StageMemory(
         config=config,
@@ -254,17 +252,6 @@ def make_plan(
     if config.is_recurrent:
         return _plan_with_states(memory, workers, layers, max_kv_tokens, prefix_caching=prefix_caching)
     return _plan_of(memory, workers, layers, _split_problem(memory, workers, max_kv_tokens))
-
-
-def _refuse_gpus(config: Blueprint, workers: Sequence[WorkerCapacity]) -> None:
-    """Raise PlanImpossible for a worker with a GPU, if the model has layers that only CPUs compute."""
-    on_gpu = [worker.name for worker in workers if worker.device is not DeviceKind.HOST]
-    on_cpus = only_on_cpus(config.kinds)
-    if on_cpus is not None and on_gpu:
-        raise PlanImpossible(
-            f"{on_cpus} of {config.model_type!r} is computed on CPUs only, but worker"
-            f" {on_gpu[0]} has a GPU: start it with --device cpu"
-        )
 
 
 MIN_STATES = 2

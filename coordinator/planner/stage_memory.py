@@ -96,6 +96,7 @@ from checkpoint import (
 )
 from checkpoint.block_indexer import BlockIndexer
 from checkpoint.choices import no_choice_kernels_because, top_k_of
+from checkpoint.devices import no_kernels_because
 from checkpoint.held import table_bytes
 from checkpoint.implementation import Implementation
 from checkpoint.step_graphs import graph_bytes
@@ -303,7 +304,7 @@ class StageMemory:
         """Activation memory of the largest step with `num_blocks` blocks in the cache."""
         longest = self._longest(num_blocks)
         gathered = min(self.limits.max_step_sequences * longest, num_blocks * self.block_size)
-        is_in_place = device is DeviceKind.GPU_IN_PLACE
+        is_in_place = self._computes_in_place(device)
         if is_in_place and (top_k := self._chosen_in_place()) is not None:
             return self._choosing_bytes(role, longest, top_k)
         gathers = [not (is_in_place and self._attends_in_place(kind)) for kind in self.config.kinds]
@@ -328,6 +329,10 @@ class StageMemory:
             size += max(chunk_bytes(kind, self.limits.max_step_tokens) for kind in self.config.kinds)
         size += self._logits_bytes() if role.has_head else 0
         return size if device is DeviceKind.HOST else self._with_rotary_bytes(size, longest)
+
+    def _computes_in_place(self, device: DeviceKind) -> bool:
+        """Whether kernels of a GPU compute the model, and not torch's operators."""
+        return device is DeviceKind.GPU_IN_PLACE and no_kernels_because(self.config.kinds) is None
 
     def _chosen_in_place(self) -> int | None:
         """Tokens that kernels of a GPU choose in all layers with pages; None if they do not."""
@@ -409,7 +414,7 @@ class StageMemory:
 
     def graph_bytes(self, role: StageRole, device: DeviceKind) -> int:
         """Memory of CUDA graphs, which stages have whose kernels attend in place."""
-        if device is not DeviceKind.GPU_IN_PLACE:
+        if not self._computes_in_place(device):
             return 0
         return graph_bytes(
             self.config.kinds,

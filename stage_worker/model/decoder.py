@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from checkpoint import Blueprint, Checkpoint, DType, Mixer, Pageless
-from checkpoint.devices import only_on_cpus
 from checkpoint.step_graphs import are_recordable
 from kvcache.layer_rows import RowKind
 from stage_worker.backends.contract import KernelChoice
@@ -82,9 +81,6 @@ class DecoderStage(PipelineStage):
         choice: KernelChoice = KernelChoice.AUTO,
     ) -> None:
         """Describe the stage; `load` fills it. Raises ValueError for bad layers, and KernelsUnavailable."""
-        on_cpus = only_on_cpus(config.kinds)
-        if on_cpus is not None and torch.device(device).type != "cpu":
-            raise ValueError(f"{on_cpus} of {config.model_type!r} is not computed on {device}")
         run_dtype, device = TORCH_DTYPES[dtype], torch.device(device)
         mixers = {layer.mixer for layer in config.layers[layer_begin:layer_end]}
         super().__init__(

@@ -191,7 +191,7 @@ def _view_of_slice(item: SliceLayout, row: int, ratio: int, block_size: int) -> 
     assert item.first_block == 0, "blocks with entries are never released"
     counts = (np.arange(item.first_position, item.end_position, dtype=np.int64)[:, None] + 1) // ratio
     most = int(counts[-1, 0])
-    pages = np.array([item.pages], np.int64)[:, _entry_columns(most, ratio, block_size)]
+    pages = np.array([item.pages[_entry_columns(most, ratio, block_size)]], np.int64)
 
     def make(place: Place) -> EntryView:
         rows = slice(row, row + item.num_tokens)

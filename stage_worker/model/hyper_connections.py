@@ -122,7 +122,7 @@ class _HyperConnection:
         self._plan, self._fn = plan, tensors[FN]
         self._base = tensors[BASE]
         sizes = torch.tensor(plan.group_sizes, device=self._base.device)
-        self._scale = tensors[SCALE].repeat_interleave(sizes)
+        self._scale = tensors[SCALE].repeat_interleave(sizes, output_size=sum(plan.group_sizes))
 
     def __call__(self, streams: Tensor) -> tuple[Tensor, WriteWeights]:
         plan = self._plan

@@ -31,7 +31,7 @@ from checkpoint import (
     WeightFormat,
 )
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind, NormSpan, QkNorm
-from checkpoint.choices import no_choice_kernels_because
+from checkpoint.devices import no_kernels_because
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 
 _MODULE = "stage_worker.model._cpu_kernels"
@@ -284,7 +284,7 @@ def _on_gpu(config: Blueprint, device: torch.device, dtype: torch.dtype, choice:
     reason = no_triton_because(device)
     if reason is None and has_wide_latents:
         reason = "Triton kernels for latents are for bf16 and f16: tiles of float32 exceed a GPU's registers"
-    reason = reason or no_choice_kernels_because(config.kinds)
+    reason = reason or no_kernels_because(config.kinds)
     if reason is None:
         return by_triton(config)
     if choice is KernelChoice.COMPILED:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from checkpoint import Checkpoint, DType, Experts, GatedDelta
-from checkpoint.devices import only_on_cpus
 from tests.checkpoints import load_reference
 from tests.families import FAMILIES, make_family
 from tests.gpu.devices import queue_of
@@ -40,6 +39,8 @@ MOST_OF_OWN = 1.5
 norms, soft caps and scaled outputs, has 0.06 in bfloat16, and 0.11 beside experts.
 """
 STORED = {DType.F32: "float32", DType.BF16: "bfloat16", DType.F16: "float16"}
+NOT_IN_TRANSFORMERS = {("deepseek_v4", DType.F16)}
+"""It keeps weights of compressors in float32 then, and multiplies float16 by them."""
 MOST_CUTS = 3
 
 
@@ -51,7 +52,6 @@ def test_logits_equal_transformers_in_float32(
     width = {} if dtype is DType.F32 else {"initializer_range": 0.08}
     directory = make_family(tmp_path / "model", family, dtype=STORED[dtype], **width)
     checkpoint = Checkpoint.open(directory)
-    _check_served(checkpoint, prepared)
     reference = load_reference(directory).float()
     sequences = random_sequences([61, 1, 9, 34, 16])
     pipeline = Pipeline(checkpoint, cuts=(1, 3), device=prepared)
@@ -63,19 +63,12 @@ def test_logits_equal_transformers_in_float32(
         assert max(map(_largest, found, expected)) < (MOST_DELTA_F32 if has_delta else MOST_F32)
     else:
         has_experts = any(isinstance(kind.feed_forward, Experts) for kind in checkpoint.config.kinds)
-        same = load_reference(directory)
-        own = [reference_logits(same, sequence.tokens).float() for sequence in sequences]
-        most = max(MOST_RMS[dtype], MOST_OF_OWN * _typical(own, expected, has_experts=has_experts))
+        most = MOST_RMS[dtype]
+        if (family, dtype) not in NOT_IN_TRANSFORMERS:
+            same = load_reference(directory)
+            own = [reference_logits(same, sequence.tokens).float() for sequence in sequences]
+            most = max(most, MOST_OF_OWN * _typical(own, expected, has_experts=has_experts))
         assert _typical(found, expected, has_experts=has_experts) < most
-
-
-def _check_served(checkpoint: Checkpoint, device: torch.device) -> None:
-    """Skip a family that a GPU refuses, once it has refused it."""
-    is_for_cpus = only_on_cpus(checkpoint.config.kinds) is not None
-    if is_for_cpus and device.type != "cpu":
-        with pytest.raises(ValueError, match="not computed on") as refused:
-            Pipeline(checkpoint, device=device)
-        pytest.skip(str(refused.value))
 
 
 def _largest(found: Tensor, expected: Tensor) -> float:
@@ -99,7 +92,6 @@ def test_greedy_tokens_equal_transformers_at_every_cut(
 ) -> None:
     """Through executors, with chunks, prefix hits (two prompts share their beginning) and preemption."""
     directory = make_family(tmp_path / "model", family)
-    _check_served(Checkpoint.open(directory), prepared)
     long, short, other = (sequence.tokens for sequence in random_sequences([70, 1, 23]))
     prompts = [long, short, other, [*long[:40], *other]]
     expected = [greedy_tokens(directory, prompt) for prompt in prompts]

@@ -14,6 +14,7 @@ from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler
 from coordinator.scheduler.sequence import QueueOrder, Sequence
+from kvcache import KvGroup
 from stage_worker.assignment import Assignment
 from stage_worker.backends.tensor_views import to_wire
 from stage_worker.config import WorkerConfig
@@ -116,8 +117,9 @@ async def running_worker(config: WorkerConfig) -> AsyncIterator[Worker]:
 class Log:
     """Builds valid steps, one epoch after another, as the coordinator does."""
 
-    def __init__(self, assignment: Assignment) -> None:
-        self._assignment = assignment
+    def __init__(self, assignment: Assignment, *, other_groups: tuple[KvGroup, ...] = ()) -> None:
+        """`other_groups` are the block groups after the first."""
+        self._assignment, self._other_groups = assignment, other_groups
         self.scheduler = Scheduler(DEFAULT_POLICY)
 
     def begin(self, epoch: int) -> None:
@@ -126,6 +128,7 @@ class Log:
         kv = KvCacheManager(
             num_blocks=self._assignment.num_blocks,
             block_size=self._assignment.block_size,
+            other_groups=self._other_groups,
             num_states=self._assignment.num_states,
         )
         limits = SchedulerLimits(

@@ -59,13 +59,17 @@ def test_blocks_and_entries_begin_together(config: Blueprint, block_size: int, m
         make_plan(config, DType.BF16, sizes, limits=USUAL_STEPS, block_size=block_size)
 
 
-def test_a_gpu_is_refused_by_name(config: Blueprint) -> None:
-    first, *others = workers(*[256 * GIB] * 4)
-    with pytest.raises(PlanImpossible, match=r"compressed attention of .* is computed on CPUs only"):
+def test_gpus_take_the_memory_of_torchs_operators(config: Blueprint) -> None:
+    """Whatever kernels they have for other models."""
+    of_devices = [
         make_plan(
             config,
             DType.BF16,
-            [replace(first, device=DeviceKind.GPU), *others],
+            [replace(worker, device=device) for worker in workers(*[256 * GIB] * 4)],
             limits=USUAL_STEPS,
             block_size=16,
         )
+        for device in (DeviceKind.GPU, DeviceKind.GPU_IN_PLACE)
+    ]
+    by_torch, by_kernels = ([stage.activation_bytes for stage in plan.stages] for plan in of_devices)
+    assert by_torch == by_kernels

@@ -14,6 +14,7 @@ from coordinator.planner.planner import make_plan
 from coordinator.planner.stage_memory import StageMemory
 from tests.unit.checkpoint.test_ngrams import PUBLISHED
 from tests.unit.coordinator.planner.small_models import GIB, workers
+from wire.ids import StageRole
 
 LIMITS = StepLimits(max_step_tokens=512, max_step_sequences=8, max_sequence_tokens=16384)
 TABLE_BYTES = 320_001_536 * 160 * 2
@@ -65,13 +66,13 @@ def test_a_table_that_no_worker_holds_is_refused_with_its_size(config: Blueprint
     assert "n-grams" not in str(refusal.value)
 
 
-def test_a_gpu_is_refused_by_name(config: Blueprint) -> None:
-    """Also where no layer is recurrent."""
-    attention = replace(config, layers=(config.layers[3],) * 2, legal_cuts=frozenset())
-    (worker,) = workers(512 * GIB)
-    for one in (config, attention):
-        with pytest.raises(PlanImpossible, match=r"mixing of gated .* 'qwen4_exp_text' is computed on CPUs"):
-            make_plan(one, DType.BF16, [replace(worker, device=DeviceKind.GPU)], limits=LIMITS, block_size=16)
+def test_gpus_take_the_memory_of_torchs_operators(config: Blueprint) -> None:
+    """Gathered keys, masks and copies of states, whatever kernels they have for other models."""
+    memory, role = memory_of(config), StageRole.MIDDLE
+    by_torch, by_kernels = (
+        memory.activation_bytes(role, 4096, device) for device in (DeviceKind.GPU, DeviceKind.GPU_IN_PLACE)
+    )
+    assert by_torch == by_kernels > memory.activation_bytes(role, 4096)
 
 
 def test_layers_are_named_by_what_they_do(config: Blueprint) -> None:

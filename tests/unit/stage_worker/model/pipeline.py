@@ -89,7 +89,7 @@ class NanPages(KvPages):
         if self.index is not None:
             self.index._store[:, blocks] = value
         for rows in self.rows.values():
-            rows.fill(value, torch.arange(self.num_blocks)[blocks])
+            rows.fill(value, torch.arange(self.num_blocks, device=self.device)[blocks])
 
     def contents(self) -> Tensor:
         """A copy of all pages, [layers, blocks, keys and values, heads, block_size, head_dim]."""
@@ -153,7 +153,7 @@ class Pipeline:
         hidden = self.stages[0].embed(tokens)
         for index, (stage, pages) in enumerate(zip(self.stages, self.pages, strict=True)):
             shifted = [_shifted(item, shift if index else 0) for item in slices]
-            layout = self._layout(stage, shifted).with_tokens(tokens)
+            layout = self._layout(stage, shifted).with_tokens(tokens.to(stage.device))
             if pages.states is not None:
                 layout = replace(layout, states=states_of(stage, [n for _, n in work], slots))
             hidden = stage.forward(hidden, layout, pages)
@@ -193,7 +193,8 @@ class Pipeline:
             for group, shape in enumerate(shapes)
         ]
         if entries := _entries(stage, block_size):
-            pages.insert(0, NanPages(0, 96, block_size, 1, 1, stage.torch_dtype, 1, rows=entries))
+            sizes = (0, 96, block_size, 1, 1)
+            pages.insert(0, NanPages(*sizes, stage.torch_dtype, 1, stage.device, rows=entries))
             of_layers = [None if group is None else group + 1 for group in of_layers]
         self._sets += pages
         if not recurrent:

@@ -24,7 +24,6 @@ from stage_worker.assignment import Assignment
 from stage_worker.backends.backend import StageLoadError
 from stage_worker.loading.stage_pages import kv_bytes_of, new_pages
 from stage_worker.model.compressed_attention import JoinedSoftmax
-from stage_worker.model.decoder import DecoderStage
 from stage_worker.model.layer_weights import allocate_layer
 from stage_worker.model.weights import load_tensors
 from tests.checkpoints import edit_config, load_reference
@@ -208,20 +207,6 @@ def test_begun_blocks_are_cleared_in_all_rows(directory: Path) -> None:
     assert found.isfinite().all()
     rows = pipeline.pages[0].groups[0].rows[RowKind.ENTRY]
     assert rows.gather(1, torch.tensor([sequence.pages[:1]])).isfinite().all()
-
-
-def test_a_gpu_is_refused_by_name(directory: Path) -> None:
-    config = Checkpoint.open(directory).config
-    with pytest.raises(ValueError, match="compressed attention of 'deepseek_v4' is not computed on cuda"):
-        DecoderStage(
-            config,
-            layer_begin=0,
-            layer_end=5,
-            has_embeddings=True,
-            has_head=True,
-            dtype=DType.F32,
-            device="cuda",
-        )
 
 
 def test_a_table_with_an_expert_that_does_not_exist_is_refused(directory: Path, tmp_path: Path) -> None:

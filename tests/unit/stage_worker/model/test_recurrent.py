@@ -12,7 +12,6 @@ from checkpoint import Checkpoint, UnsupportedModel
 from checkpoint.implementation import Implementation
 from kvcache import CopyState, SavedState, SlotChange
 from kvcache.state_store import StateStore
-from stage_worker.model.decoder import DecoderStage
 from tests.families import make_family
 from tests.local_pipeline import LocalPipeline, Request, Run
 from tests.unit.stage_worker.model.test_families import greedy_tokens
@@ -146,20 +145,6 @@ def test_a_save_that_a_stage_does_not_make_is_a_divergence(directory: Path, prom
     with pytest.raises(StepFault) as fault:
         pipeline.generate([prompt], max_tokens=2)
     assert fault.value.kind is StepFaultKind.KV_DIVERGENCE
-
-
-def test_layers_that_only_cpus_compute_are_refused_on_other_devices(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(make_family(tmp_path / "model", "qwen4_exp_text"))
-    with pytest.raises(ValueError, match="streams of 'qwen4_exp_text' is not computed on meta"):
-        DecoderStage(
-            checkpoint.config,
-            layer_begin=0,
-            layer_end=5,
-            has_embeddings=True,
-            has_head=True,
-            dtype=checkpoint.config.dtype,
-            device="meta",
-        )
 
 
 def test_the_transformers_backend_refuses_recurrent_states(directory: Path) -> None:

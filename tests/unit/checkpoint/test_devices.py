@@ -1,0 +1,35 @@
+"""Why Triton kernels do not compute a model, by the first part that they lack."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from checkpoint import Pageless, parse_config
+from checkpoint.devices import no_kernels_because
+from tests.families import config_of
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("llama", None),
+        ("qwen3_next", None),
+        ("hy_v4", None),
+        ("deepseek_v4", "compute no compressed attention"),
+        ("qwen4_exp_text", "and no blocks of tokens"),
+    ],
+)
+def test_families_that_kernels_do_not_compute(family: str, reason: str | None) -> None:
+    found = no_kernels_because(parse_config(config_of(family)).kinds)
+    assert found is None if reason is None else found is not None and reason in found
+
+
+def test_parts_beside_attention_are_named() -> None:
+    kinds = parse_config(config_of("qwen4_exp_text")).kinds
+    recurrent = [kind for kind in kinds if isinstance(kind.mixer, Pageless)]
+    assert any(kind.ngrams is not None for kind in recurrent)
+    assert no_kernels_because(recurrent) == "Triton kernels add no embeddings of n-grams"
+    plain = [replace(kind, ngrams=None) for kind in recurrent]
+    assert no_kernels_because(plain) == "Triton kernels mix no gated residual streams"
