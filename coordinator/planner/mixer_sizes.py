@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from checkpoint import (
     Attention,
     Compressed,
@@ -12,7 +14,9 @@ from checkpoint import (
     Mixer,
     NoMixer,
     Recurrent,
+    RopeConfig,
 )
+from checkpoint.rope_config import QueryGrowth
 from checkpoint.step_sizes import CHUNK_TOKENS
 
 
@@ -44,9 +48,32 @@ def chunk_bytes(layer: LayerPlan, num_tokens: int) -> int:
     return 4 * (3 * mixer.num_heads * chunk**2 + of_channels)
 
 
-def rotated_width(mixer: Attention | Latent | Compressed) -> int:
-    """Elements of a head, or of the part of it that has positions."""
-    return mixer.head_dim if isinstance(mixer, Attention) else mixer.rope_dim
+@dataclass(frozen=True, slots=True)
+class RotaryTables:
+    """A kind of tables of rotary angles, like `stage_worker.model.rope.Rotary`: `width` elements a position.
+
+    With `stride`, a step has a table of its multiples up to the longest sequence, and else one of its tokens;
+    with `has_entries` also one of the entries that end in it.
+    """
+
+    rope: RopeConfig | None
+    width: int
+    growth: QueryGrowth | None
+    stride: int | None = None
+    has_entries: bool = False
+
+
+def rotary_tables(mixer: Attention | Latent | Compressed) -> tuple[RotaryTables, ...]:
+    """All that a mixer looks up."""
+    if isinstance(mixer, Attention):
+        own = RotaryTables(mixer.rope, mixer.head_dim, mixer.query_growth)
+        if (indexer := mixer.indexer) is None:
+            return (own,)
+        rope = mixer.rope and replace(mixer.rope, width=mixer.rope.width or mixer.head_dim)
+        of_queries = RotaryTables(rope, indexer.head_dim, None)
+        return own, of_queries, replace(of_queries, stride=indexer.block_size)
+    has_entries = isinstance(mixer, Compressed) and mixer.compressor is not None
+    return (RotaryTables(mixer.rope, max(2, mixer.rope_dim), mixer.query_growth, has_entries=has_entries),)
 
 
 def mixer_elements(mixer: Mixer) -> int:

@@ -44,7 +44,8 @@ results of parts of keys are kept in float32, with two more numbers per head, un
 has one per `KEY_SPLIT` keys, a query of a short slice of a prompt one per `CHUNK_SPLIT`. With torch's
 operators on a GPU, gathered keys and values are copied once more, into the order of heads. Any GPU has
 staging memory (`wire.staging`), tables of rotary angles for twice the longest sequence or `KEPT_POSITIONS`
-(2 * head_dim * s for cos and sin, and while they are computed, before the layers, 22 * head_dim + 8), and
+(2 * head_dim * s for cos and sin, and while they are computed, before the layers, 22 * head_dim + 8), for
+every kind of heads and for every block of the longest sequence that an indexer may choose, and
 `GPU_OVERHEAD_BYTES`; one with these kernels has CUDA graphs (`checkpoint.step_graphs`).
 
 The cost of a stage is the bytes of weights that one decode step reads: its layers, and on the last stage the
@@ -113,7 +114,13 @@ from checkpoint.step_sizes import (
     SHORT_CHUNK,
 )
 from coordinator.planner.compressed_memory import CompressedStep
-from coordinator.planner.mixer_sizes import chunk_bytes, mixer_elements, recurrent_elements, rotated_width
+from coordinator.planner.mixer_sizes import (
+    RotaryTables,
+    chunk_bytes,
+    mixer_elements,
+    recurrent_elements,
+    rotary_tables,
+)
 from coordinator.planner.plan import DeviceKind, StepLimits
 from kvcache import KvGroup, KvWindow, group_windows
 from wire.device_rates import DeviceRates
@@ -374,14 +381,20 @@ class StageMemory:
         return scores + rows * (parts + further) * top_k
 
     def _with_rotary_bytes(self, step_bytes: int, longest: int) -> int:
-        """The memory of a step with its tables of rotary angles, or while the widest one is computed."""
+        """The memory of a step with its tables of rotary angles, or while the largest one is computed."""
         mixers = [kind.mixer for kind in self.config.kinds if not isinstance(kind.mixer, Pageless)]
-        tables = {(mixer.rope, rotated_width(mixer), mixer.query_growth) for mixer in mixers}
-        num_positions = min(KEPT_POSITIONS, 2 * longest)
-        of_element, tokens = 2 * self.dtype.size_bytes, self.limits.max_step_tokens
-        kept = (num_positions + tokens) * of_element * sum(width for _, width, _ in tables)
-        computed = max(num_positions, tokens) * (22 * max(width for _, width, _ in tables) + 8)
+        tables = {table for mixer in mixers for table in rotary_tables(mixer)}
+        num_positions, of_element = min(KEPT_POSITIONS, 2 * longest), 2 * self.dtype.size_bytes
+        rows = {table: self._rotary_rows(table, longest) for table in tables}
+        kept = of_element * sum((num_positions + rows[table]) * table.width for table in tables)
+        computed = max(max(num_positions, rows[table]) * (22 * table.width + 8) for table in tables)
         return kept + max(step_bytes, computed)
+
+    def _rotary_rows(self, table: RotaryTables, longest: int) -> int:
+        """Positions of which a step has angles."""
+        if table.stride is not None:
+            return -(-longest // table.stride)
+        return self.limits.max_step_tokens * (2 if table.has_entries else 1)
 
     def buffer_bytes(self, role: StageRole, num_blocks: int, device: DeviceKind) -> int:
         """Memory of a device for copies from and to the host, which has as much for them."""

@@ -10,18 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint import Blueprint, DType, ScaledDType, parse_config
+from checkpoint import Blueprint, DType, Pageless, ScaledDType, parse_config
 from checkpoint.implementation import Implementation
 from checkpoint.step_graphs import graph_bytes
+from coordinator.planner.mixer_sizes import rotary_tables
 from coordinator.planner.plan import DeviceKind, Plan, PlanImpossible, StepLimits
 from coordinator.planner.planner import make_plan
 from coordinator.planner.stage_memory import GPU_OVERHEAD_BYTES, StageMemory
 from stage_worker.assignment import Assignment
 from stage_worker.model.attention_work import HostWork
 from stage_worker.model.decode_rows import DecodeRows
+from stage_worker.model.rope import Rotary
 from stage_worker.validation import SliceLayout
+from tests.families import FAMILIES, config_of
 from tests.properties import examples
 from tests.unit.checkpoint.test_latent_config import V3
+from tests.unit.checkpoint.test_ngrams import PUBLISHED
 from tests.unit.coordinator.planner.small_models import GIB, llama, llama_8b, workers
 from wire.ids import StageRole
 from wire.tensors import WireDType
@@ -59,6 +63,23 @@ def test_attention_in_place_needs_no_masks_and_no_copies_of_keys_and_values() ->
     assert in_place == host - masks - gathered + tables
     plain = memory.activation_bytes(StageRole.MIDDLE, num_blocks, DeviceKind.GPU)
     assert plain == host + gathered + tables
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tables_of_rotary_angles_are_those_of_the_stage(family: str) -> None:
+    config = parse_config(config_of(family))
+    mixers = [kind.mixer for kind in config.kinds if not isinstance(kind.mixer, Pageless)]
+    counted = {table for mixer in mixers for table in rotary_tables(mixer)}
+    looked_up = {rotary for mixer in mixers for rotary in Rotary.all_of(mixer)}
+    assert {Rotary(table.rope, table.width, table.growth, table.stride) for table in counted} == looked_up
+
+
+def test_a_table_of_blocks_is_as_long_as_the_longest_sequence() -> None:
+    config = parse_config(PUBLISHED)
+    limits = replace(LONG_STEPS, max_step_tokens=64, max_step_sequences=1, max_sequence_tokens=1 << 20)
+    memory = memory_of(config, limits)
+    least = (1 << 20) // 4 * 22 * 128
+    assert memory._with_rotary_bytes(0, 1 << 20) > least
 
 
 def test_tables_of_rotary_angles_take_the_most_while_they_are_computed() -> None:
