@@ -212,6 +212,13 @@ class StepExecutor:
         self._num_steps += 1
         return output
 
+    def assume_history(self, sequence: SequenceKey, num_tokens: int) -> None:
+        """Count the zeroed recurrent state of `sequence`, if the model has states, as the state after
+        `num_tokens` tokens: warm-up runs steps behind histories that nothing has computed.
+        """
+        if self._states is not None:
+            self._states.advance(sequence, num_tokens)
+
     def note_busy(self, seconds: float) -> None:
         """Add the computation time of the last step."""
         self._busy_s += seconds

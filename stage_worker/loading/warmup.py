@@ -83,8 +83,7 @@ def run_largest_step(executor: StepExecutor, assignment: Assignment, config: Blu
     """Run a step that takes the most memory, then reset: a chunk behind the longest history, and decodes of
     all other sequences behind as much history as the KV cache holds.
 
-    Nothing computes the histories, whose pages have zeros. Sequences with recurrent states have none, as a
-    state is that of all tokens before. Raises StepFault.
+    Nothing computes the histories, whose pages and recurrent states have zeros. Raises StepFault.
     """
     steps = _WarmupSteps(executor, assignment, config)
     batch = LargestStep.of(assignment, config)
@@ -117,8 +116,6 @@ class LargestStep:
         num_decodes = max(0, num_decodes) if longest > 1 else 0
         free = [blocks - own * num_decodes for blocks in groups]
         tokens = min(assignment.max_step_tokens - num_decodes, longest, min(free) * size)
-        if assignment.num_states:
-            return cls(num_decodes=num_decodes, decoded_blocks=0, chunk_tokens=tokens, chunk_blocks=0)
         free = [blocks - -(-tokens // size) for blocks in free]
         chunk = min((longest - tokens) // size, *_histories(visible, free))
         share = [
@@ -207,11 +204,9 @@ class _WarmupSteps:
     def run_behind_history(self, decoding: Sequence[_Cached], chunk: _Cached) -> None:
         """Compute the last tokens of `decoding`, then decode them beside `chunk`."""
         everything = [*decoding, chunk]
-        self._run(
-            starts=tuple(one.start for one in decoding),
-            signals=[signal for one in decoding for signal in self._uses(one)],
-            slices=tuple(one.prefill for one in decoding),
-        )
+        self._begin(decoding)
+        self._run(slices=tuple(one.prefill for one in decoding))
+        self._begin([chunk])
         grown = [
             SequenceSignal(one.key, signal, group.group)
             for one in decoding
@@ -219,8 +214,7 @@ class _WarmupSteps:
             for signal in group.push(0)
         ]
         self._run(
-            starts=(chunk.start,),
-            signals=[*grown, *self._uses(chunk)],
+            signals=grown,
             slices=(
                 *(StepSlice(one.key, 0, (0,), Decode(len(one.tokens))) for one in decoding),
                 chunk.prefill,
@@ -235,6 +229,15 @@ class _WarmupSteps:
         states = ((one.key, one.state) for one in everything)
         freed += [SequenceSignal(key, FreeState(state)) for key, state in states if state is not None]
         self._run(ends=tuple(EndRecord(one.key, 0) for one in everything), signals=freed)
+
+    def _begin(self, sequences: Sequence[_Cached]) -> None:
+        """Run the step in which `sequences` begin behind their histories."""
+        self._run(
+            starts=tuple(one.start for one in sequences),
+            signals=[signal for one in sequences for signal in self._uses(one)],
+        )
+        for one in sequences:
+            self._executor.assume_history(one.key, one.num_cached)
 
     def _groups(self, tokens: tuple[int, ...], history: int) -> list[ActiveSequence]:
         """The blocks of a sequence, without those that no query behind `history` tokens sees."""
