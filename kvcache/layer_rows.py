@@ -53,6 +53,10 @@ class LayerRows:
         """Rows of one block in one layer."""
         return self._blocks[layer].shape[1]
 
+    def blocks(self, layer: int) -> Tensor:
+        """All rows of one layer, [num_blocks, rows per block, width]."""
+        return self._blocks[layer]
+
     def write(self, layer: int, rows: Tensor, slots: Tensor) -> None:
         """Store `rows` [n, width] in `slots` int64 [n] of one layer."""
         self._rows[layer].index_copy_(0, slots, rows)

@@ -26,8 +26,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import mangle_type
 
-from checkpoint import GatedDelta, KimiDelta, Mamba2, Norm, ScaledDType
+from checkpoint import GatedDelta, KimiDelta, Mamba2, Norm, RopeConfig, ScaledDType
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind
+from checkpoint.compressed import Compressor
 from checkpoint.held import HeldBytes, HeldNibbles
 from checkpoint.ngrams import NgramEmbedding
 from checkpoint.recurrent import Recurrent
@@ -43,7 +44,7 @@ from stage_worker.model.operations import StateFunction
 from stage_worker.model.state_rows import SEQUENCE_FIELDS, StateRows
 from stage_worker.model.step_layout import LayerStates
 from stage_worker.model.triton_kernels import attention as attention_kernels
-from stage_worker.model.triton_kernels import choices, gates, heads, launch, sampling
+from stage_worker.model.triton_kernels import choices, gates, heads, last_rotation, launch, sampling
 from stage_worker.model.triton_kernels import wire_rows as wire
 from stage_worker.model.triton_kernels.attention import attend
 from stage_worker.model.triton_kernels.byte_products import byte_expert_products, byte_product
@@ -52,6 +53,7 @@ from stage_worker.model.triton_kernels.ngrams import FusedNgrams
 from stage_worker.model.triton_kernels.nibble_products import nibble_expert_products, nibble_product
 from stage_worker.model.triton_kernels.operations import TritonOperations
 from stage_worker.model.triton_kernels.payload_sums import checksum
+from stage_worker.model.triton_kernels.pooling import Pooling, pool
 from stage_worker.model.triton_kernels.recurrent import FusedChannelDelta, FusedDelta, FusedScan
 from stage_worker.model.triton_kernels.row_products import row_product
 from stage_worker.validation import SliceLayout
@@ -65,6 +67,8 @@ SHARED_BYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}
 HOPPER = 90
 SPILLING_ON_HOPPER = ("phi3-prompt",)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+V4_ROPE = RopeConfig(width=64, is_interleaved=True)
+"""Of DeepSeek V4."""
 new = partial(torch.empty, device="meta")
 
 
@@ -154,6 +158,42 @@ def chosen_entries(dtype: torch.dtype) -> None:
     queries, pages = new((64, 64, 128), dtype=dtype), new((100, 4, 128), dtype=dtype)
     scores = choices.score(queries, new((64, 64), dtype=F32), group, pages, ratio=4)
     choices.choose(scores, group, 1024)
+
+
+def last_rotations(
+    num_heads: int, dtype: torch.dtype, *, pending: int = 0, element: torch.dtype | None = None
+) -> None:
+    """Of queries and keys, of the output's heads, and of an indexer's queries."""
+    cos, slots = new((128, 1, 64), dtype=dtype), new(128, dtype=torch.int64)
+    queries, keys = new((128, num_heads, 512), dtype=dtype), new((128, 512), dtype=dtype)
+    pages = new((100, 1, 1, 16, 512), dtype=element or dtype)
+    last_rotation.norm_and_write(
+        *(queries, keys, cos, cos, slots, pages),
+        rope=V4_ROPE,
+        weight=new(512, dtype=F32),
+        eps=1e-6,
+        page_scales=None if element is None else new((100, 1, 1, 16), dtype=F32),
+        pending=new((128, pending), dtype=dtype) if pending else None,
+        pending_rows=new((100, 16, pending), dtype=dtype) if pending else None,
+    )
+    last_rotation.rotate_last(queries, cos, cos, rope=V4_ROPE, is_back=True)
+    last_rotation.rotate_last(new((128, 64, 128), dtype=dtype), cos, cos, rope=V4_ROPE)
+
+
+def pooled_entries(plan: Compressor, dtype: torch.dtype) -> None:
+    """In blocks of 16 tokens, with keys of entries beside them if they overlap."""
+    parts, widths, first = (2, [512, 128], 0) if plan.has_overlap else (1, [512], 0)
+    pending = new((100, 16, 2 * parts * sum(widths)), dtype=dtype)
+    sources, cos = new((20, plan.span), dtype=torch.int64), new((20, 1, 64), dtype=dtype)
+    for width in widths:
+        bias = new((plan.ratio, parts * width), dtype=F32)
+        pooling = Pooling(
+            plan=plan, first=first, bias=bias, weight=new(width, dtype=F32), eps=1e-6, rope=V4_ROPE
+        )
+        first += 2 * bias.shape[1]
+        rows = new((100, plan.rows_per_block(16), width), dtype=dtype)
+        for kept in (None, new(20, dtype=torch.int64)):
+            pool(pooling, pending, sources, kept, cos, cos, new(20, dtype=torch.int64), rows)
 
 
 def chosen_tokens(num_heads: int, dtype: torch.dtype, *, first: int = 0, top_k: int = 2048) -> None:
@@ -451,6 +491,14 @@ def _cases() -> dict[str, Callable[[], None]]:
         cases[f"chosen-latents-{name}"] = partial(
             latents, element=element, chosen=new((100, 2048), dtype=torch.int32)
         )
+        cases[f"last-rotations-{name}"] = partial(last_rotations, 64, BF16, pending=1024, element=element)
+    for name, dtype in DTYPES.items():
+        cases[f"last-rotations-{name}"] = partial(last_rotations, 128, dtype, pending=2560)
+        cases[f"pooling-overlap-{name}"] = partial(
+            pooled_entries, Compressor(ratio=4, has_overlap=True), dtype
+        )
+        cases[f"pooling-{name}"] = partial(pooled_entries, Compressor(ratio=128), dtype)
+    cases["last-rotations-without-entries"] = partial(last_rotations, 64, BF16)
     cases["choices-few-heads"] = partial(chosen_tokens, 32, BF16, first=64, top_k=1000)
     cases["experts-many-rows"] = partial(experts, 65536, BF16)
     cases["experts-with-biases"] = partial(experts, 4096, BF16, has_bias=True)
