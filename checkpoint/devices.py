@@ -7,7 +7,6 @@ from collections.abc import Collection
 from checkpoint.blueprint import LayerPlan
 from checkpoint.choices import no_choice_kernels_because
 from checkpoint.compressed import Compressed
-from checkpoint.streams import GatedConnection
 
 
 def no_kernels_because(layers: Collection[LayerPlan]) -> str | None:
@@ -18,6 +17,4 @@ def no_kernels_because(layers: Collection[LayerPlan]) -> str | None:
         return reason
     if any(layer.ngrams is not None for layer in layers):
         return "Triton kernels add no embeddings of n-grams"
-    if any(isinstance(layer.connection, GatedConnection) for layer in layers):
-        return "Triton kernels mix no gated residual streams"
     return None

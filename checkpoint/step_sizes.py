@@ -26,3 +26,5 @@ CHUNK_SPLIT = 4096
 SHORT_CHUNK = 64
 CHUNK_TOKENS = 64
 """Tokens of a prompt that a recurrent layer computes at once, by products of matrices."""
+STREAM_SPLIT = 256
+"""Elements of a token's residual streams whose products one program of a GPU adds up."""

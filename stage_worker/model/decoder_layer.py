@@ -37,7 +37,6 @@ from stage_worker.model.compressed_attention import CompressedAttention
 from stage_worker.model.experts import ExpertMixture
 from stage_worker.model.feed_forward import FeedForward, Mlp
 from stage_worker.model.gated_delta import gated_delta_net
-from stage_worker.model.hyper_connections import connection_of, written
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.model.kimi_delta import kimi_delta_attention
 from stage_worker.model.latent_attention import LatentAttention
@@ -357,10 +356,15 @@ class DecoderLayer:
         assert plan.connection is None or _adds_plainly(plan), "streams of a layer with other residuals"
         self._ngrams = _ngrams(plan, weights, self._operations, kernels)
         self._read = {
-            role: connection_of(plan.connection, tensors)
+            role: self._operations.connection(plan.connection, tensors, self._norm_of_streams(role))
             for role, tensors in weights.streams.items()
             if plan.connection is not None
         }
+
+    def _norm_of_streams(self, role: TensorRole) -> RowNorm | None:
+        """Norm of what the sub-layer reads; None without."""
+        norm = self._mixer_norm if role is TensorRole.MIXER_STREAMS else self._ffn_norm
+        return None if norm is _unchanged else norm
 
     @property
     def num_memories(self) -> int:
@@ -383,14 +387,14 @@ class DecoderLayer:
         """`forward` of several residual streams [m, num_streams * hidden_size]."""
         if self._mix is not None and self._o is not None:
             x, weights = self._read[TensorRole.MIXER_STREAMS](streams)
-            mixed = self._o(self._mix(self._mixer_norm(x), memory))
-            streams = written(streams, mixed, weights)
+            mixed = self._o(self._mix(x, memory))
+            streams = self._operations.written(streams, mixed, weights)
         if self._feed_forward is not None:
             x, weights = self._read[TensorRole.FFN_STREAMS](streams)
             feed_forward = self._feed_forward_in(memory.step)
             assert feed_forward is not None, "a layer without a feed-forward"
-            fed = feed_forward(self._ffn_norm(x), memory.step.num_tokens)
-            streams = written(streams, fed, weights)
+            fed = feed_forward(x, memory.step.num_tokens)
+            streams = self._operations.written(streams, fed, weights)
         return streams
 
     def _output(self, hidden: Tensor, memory: LayerMemory, *beside: LayerMemory) -> Tensor:

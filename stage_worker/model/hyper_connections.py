@@ -30,6 +30,7 @@ from checkpoint.streams import (
     WeightedCollapse,
 )
 from stage_worker.model.layer_weights import StreamTensors
+from stage_worker.model.norms import RowNorm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,11 +53,16 @@ Collapse = Callable[[Tensor], Tensor]
 """One row [m, hidden_size] for streams [m, num_streams * hidden_size]."""
 
 
-def connection_of(plan: HyperConnection | GatedConnection, tensors: StreamTensors) -> Read:
-    """The connection of one sub-layer."""
+def connection_of(
+    plan: HyperConnection | GatedConnection, tensors: StreamTensors, norm: RowNorm | None = None
+) -> Read:
+    """The connection of one sub-layer, whose input is normed."""
+    read: Read
     if isinstance(plan, GatedConnection):
-        return _GatedConnection(plan, tensors)
-    return _HyperConnection(plan, tensors)
+        read = _GatedConnection(plan, tensors)
+    else:
+        read = _HyperConnection(plan, tensors)
+    return read if norm is None else _NormedRead(read, norm)
 
 
 def collapse_of(plan: WeightedCollapse | GatedCollapse, tensors: StreamTensors) -> Collapse:
@@ -113,6 +119,17 @@ def _logits(wide: Tensor, fn: Tensor, eps: float) -> Tensor:
 def _mixed(wide: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum [m, hidden_size] of the streams times `weights` [m, num_streams]."""
     return torch.bmm(weights[:, None], wide)[:, 0].to(dtype)
+
+
+class _NormedRead:
+    """A `Read` whose row is normed."""
+
+    def __init__(self, read: Read, norm: RowNorm) -> None:
+        self._read, self._norm = read, norm
+
+    def __call__(self, streams: Tensor) -> tuple[Tensor, WriteWeights]:
+        row, weights = self._read(streams)
+        return self._norm(row), weights
 
 
 class _HyperConnection:

@@ -269,8 +269,6 @@ def _parts_by_torch(layer: LayerPlan) -> Iterator[str]:
         yield f"activation {_activation_name(feed_forward.activation)}"
     if layer.has_scale:
         yield "scale of layers"
-    if layer.num_streams > 1:
-        yield "residual streams"
 
 
 def has_head_kernel(qk_norm: QkNorm) -> bool:

@@ -24,10 +24,19 @@ from checkpoint import Attention, GatedDelta, KimiDelta, Latent, Mamba2, Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu
 from checkpoint.names import TensorRole
 from checkpoint.ngrams import NgramEmbedding
+from checkpoint.streams import GatedCollapse, GatedConnection, HyperConnection, WeightedCollapse
+from stage_worker.model import hyper_connections
 from stage_worker.model.attention_views import DecodeView, PrefillView
 from stage_worker.model.attention_work import AttentionWork
+from stage_worker.model.hyper_connections import Collapse, Read, WriteWeights
 from stage_worker.model.kernels import AttentionMethod, Kernels, load, load_triton
-from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights, NgramWeights
+from stage_worker.model.layer_weights import (
+    DeltaWeights,
+    KimiDeltaWeights,
+    MambaWeights,
+    NgramWeights,
+    StreamTensors,
+)
 from stage_worker.model.norms import NormWeights, RowNorm, rms_norm, row_norm
 from stage_worker.model.projections import Weight
 from stage_worker.model.rope import RotaryTable, rotate_
@@ -271,6 +280,17 @@ class Operations(Protocol):
     ) -> NgramFunction | None:
         """Embeddings of n-grams, with their projections."""
 
+    def connection(
+        self, plan: HyperConnection | GatedConnection, tensors: StreamTensors, norm: RowNorm | None
+    ) -> Read:
+        """The connection of one sub-layer to residual streams, whose input is normed."""
+
+    def collapse(self, plan: WeightedCollapse | GatedCollapse, tensors: StreamTensors) -> Collapse:
+        """The end of the residual streams."""
+
+    def written(self, streams: Tensor, result: Tensor, weights: WriteWeights) -> Tensor:
+        """New streams in the form of `streams`, with `result` [m, hidden_size] of a sub-layer."""
+
 
 def operations(kernels: Kernels) -> Operations:
     """The implementation for `kernels`."""
@@ -351,6 +371,17 @@ class _SeparateOperations:
         self, plan: NgramEmbedding, weights: NgramWeights, kernels: Kernels
     ) -> NgramFunction | None:
         return None
+
+    def connection(
+        self, plan: HyperConnection | GatedConnection, tensors: StreamTensors, norm: RowNorm | None
+    ) -> Read:
+        return hyper_connections.connection_of(plan, tensors, norm)
+
+    def collapse(self, plan: WeightedCollapse | GatedCollapse, tensors: StreamTensors) -> Collapse:
+        return hyper_connections.collapse_of(plan, tensors)
+
+    def written(self, streams: Tensor, result: Tensor, weights: WriteWeights) -> Tensor:
+        return hyper_connections.written(streams, result, weights)
 
 
 class NativeOperations(_SeparateOperations):

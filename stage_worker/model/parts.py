@@ -14,7 +14,7 @@ from checkpoint.implementation import Implementation
 from checkpoint.tensors import collapse_shapes, final_norm_tensors, head_tensor, layer_tensors
 from stage_worker.model.decoder_layer import DecoderLayer
 from stage_worker.model.host_weights import HostCopies, HostWeights
-from stage_worker.model.hyper_connections import Collapse, collapse_of
+from stage_worker.model.hyper_connections import Collapse
 from stage_worker.model.kernels import Kernels, ProductMethod
 from stage_worker.model.layer_weights import (
     AttentionWeights,
@@ -355,7 +355,7 @@ class PartLoader:
                 parts.final_norm = operations(self._kernels).norm(config.final_norm, weights)
             case Mapping():
                 assert config.collapse is not None, "a model of one residual stream"
-                parts.collapse = collapse_of(config.collapse, weights)
+                parts.collapse = operations(self._kernels).collapse(config.collapse, weights)
             case _ if part.name == EMBEDDINGS:
                 parts.embeddings = weights
             case _:

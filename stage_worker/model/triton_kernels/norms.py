@@ -66,7 +66,7 @@ def normed(x, factor, is_column, eps, into, WIDTH: tl.constexpr, ROUNDS: tl.cons
 
 # fmt: off
 @triton.jit
-def _normed_row(
+def normed_row(
     x, weight, bias, eps, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
     CENTRES: tl.constexpr,
 ):
@@ -92,13 +92,13 @@ def add_norm_kernel(
     if added is not None:
         y = tl.load(added + row * added_stride + columns, mask=columns < WIDTH, other=0.0)
         if out_weight is not None:
-            y = _normed_row(y, out_weight, out_bias, out_eps, COLUMNS, WIDTH, OUT_ROUNDS, OUT_CENTRES)
+            y = normed_row(y, out_weight, out_bias, out_eps, COLUMNS, WIDTH, OUT_ROUNDS, OUT_CENTRES)
         if scale is not None:
             y = (y.to(tl.float32) * scale).to(x.dtype)
         x = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
         tl.store(total + row * WIDTH + columns, x, mask=columns < WIDTH)
     if weight is not None:
-        x = _normed_row(x, weight, bias, eps, COLUMNS, WIDTH, ROUNDS, CENTRES)
+        x = normed_row(x, weight, bias, eps, COLUMNS, WIDTH, ROUNDS, CENTRES)
         tl.store(found + row * WIDTH + columns, x, mask=columns < WIDTH)
 
 
@@ -116,7 +116,7 @@ def picked_norm_kernel(
     x = tl.load(hidden + row * stride + columns, mask=columns < WIDTH, other=0.0)
     is_bad = ~(tl.abs(x.to(tl.float32)) < float("inf"))
     tl.store(flags + place, tl.max(tl.max(is_bad.to(tl.int32), 1), 0))
-    x = _normed_row(x, weight, bias, eps, COLUMNS, WIDTH, ROUNDS, CENTRES)
+    x = normed_row(x, weight, bias, eps, COLUMNS, WIDTH, ROUNDS, CENTRES)
     tl.store(found + place * WIDTH + columns, x, mask=columns < WIDTH)
 # fmt: on
 

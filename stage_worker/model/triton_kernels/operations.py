@@ -12,10 +12,18 @@ from checkpoint import Attention, GatedDelta, KimiDelta, Mamba2, Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu, NormKind
 from checkpoint.names import TensorRole
 from checkpoint.ngrams import NgramEmbedding
+from checkpoint.streams import GatedCollapse, GatedConnection, HyperConnection, WeightedCollapse
 from stage_worker.model.attention_views import DecodeView
 from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
+from stage_worker.model.hyper_connections import Collapse, Read, WriteWeights
 from stage_worker.model.kernels import Kernels, has_head_kernel
-from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights, NgramWeights
+from stage_worker.model.layer_weights import (
+    DeltaWeights,
+    KimiDeltaWeights,
+    MambaWeights,
+    NgramWeights,
+    StreamTensors,
+)
 from stage_worker.model.norms import NormWeights, RowNorm
 from stage_worker.model.operations import (
     Function,
@@ -28,7 +36,7 @@ from stage_worker.model.operations import (
 from stage_worker.model.projections import Weight
 from stage_worker.model.rope import RotaryTable, rotate_
 from stage_worker.model.step_layout import LayerKv
-from stage_worker.model.triton_kernels import gates, heads
+from stage_worker.model.triton_kernels import gates, heads, streams
 from stage_worker.model.triton_kernels.byte_products import byte_expert_products
 from stage_worker.model.triton_kernels.experts import expert_products
 from stage_worker.model.triton_kernels.ngrams import FusedNgrams
@@ -138,6 +146,18 @@ class TritonOperations:
         self, plan: NgramEmbedding, weights: NgramWeights, kernels: Kernels
     ) -> NgramFunction | None:
         return FusedNgrams(plan, weights, kernels)
+
+    def connection(
+        self, plan: HyperConnection | GatedConnection, tensors: StreamTensors, norm: RowNorm | None
+    ) -> Read:
+        assert norm is None or isinstance(norm, KernelNorm), "a norm of another implementation"
+        return streams.connection_of(plan, tensors, norm)
+
+    def collapse(self, plan: WeightedCollapse | GatedCollapse, tensors: StreamTensors) -> Collapse:
+        return streams.collapse_of(plan, tensors)
+
+    def written(self, given: Tensor, result: Tensor, weights: WriteWeights) -> Tensor:
+        return streams.written(given, result, weights)
 
 
 def _rotate_and_write(

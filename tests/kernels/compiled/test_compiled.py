@@ -32,6 +32,7 @@ from checkpoint.compressed import Compressor
 from checkpoint.held import HeldBytes, HeldNibbles
 from checkpoint.ngrams import NgramEmbedding
 from checkpoint.recurrent import Recurrent
+from checkpoint.streams import GatedConnection, HyperConnection, WeightedCollapse
 from stage_worker.model.attention_work import AttentionWork, HostWork, queries_per_item
 from stage_worker.model.choice_work import BLOCK_FIELDS, ROW_FIELDS, ChoiceGroup
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
@@ -385,6 +386,45 @@ def recurrent(mixer: Recurrent, dtype: torch.dtype, *, has_longer: bool) -> None
     function(new((128, width), dtype=dtype), LayerStates(step, parts))
 
 
+DEEPSEEK_V4 = HyperConnection(num_streams=4, norm_eps=1e-6, gate_eps=1e-6, mixing_rounds=20)
+HY_V4 = HyperConnection(num_streams=4, norm_eps=1e-5, gate_eps=1e-6, write_eps=1e-6)
+QWEN3_8 = GatedConnection(num_streams=4, rank=320, norm_eps=1e-6)
+COLLAPSE = WeightedCollapse(num_streams=4, norm_eps=1e-6, gate_eps=1e-6)
+
+
+StreamPlan = HyperConnection | GatedConnection | WeightedCollapse
+
+
+def streams_of(plan: StreamPlan, hidden_size: int, dtype: torch.dtype) -> None:
+    operations = TritonOperations()
+    of_plan = F32 if plan.is_wide else dtype
+    tensors = {kind: new(shape, dtype=of_plan) for kind, shape in plan.shapes(hidden_size).items()}
+    streams, result = new((128, 4 * hidden_size), dtype=dtype), new((128, hidden_size), dtype=dtype)
+    if isinstance(plan, WeightedCollapse):
+        operations.collapse(plan, tensors)(streams)
+        return
+    norm = None
+    if isinstance(plan, HyperConnection):
+        norm = operations.norm(Norm(eps=1e-6), NormWeights(new(hidden_size, dtype=dtype), None))
+    _, weights = operations.connection(plan, tensors, norm)(streams)
+    operations.written(streams, result, weights)
+
+
+def _stream_cases() -> dict[str, Callable[[], None]]:
+    plans: dict[str, tuple[StreamPlan, int]] = {
+        "v4-flash": (DEEPSEEK_V4, 4096),
+        "v4-pro": (DEEPSEEK_V4, 7168),
+        "hy4": (HY_V4, 4096),
+        "qwen3_8": (QWEN3_8, 2560),
+        "collapsed-v4-pro": (COLLAPSE, 7168),
+    }
+    return {
+        f"streams-{family}-{name}": partial(streams_of, *plan, dtype)
+        for family, plan in plans.items()
+        for name, dtype in DTYPES.items()
+    }
+
+
 QWEN3_5 = GatedDelta(num_heads=32, num_key_heads=16, key_dim=128, value_dim=128, kernel_size=4, norm_eps=1e-6)
 GRANITE_4 = Mamba2(
     num_heads=128, head_dim=64, num_head_groups=1, state_size=128, kernel_size=4, norm_eps=1e-5
@@ -523,7 +563,7 @@ def _cases() -> dict[str, Callable[[], None]]:
     return cases
 
 
-CASES = _cases() | _held_cases() | _state_cases() | _ngram_cases()
+CASES = _cases() | _held_cases() | _state_cases() | _ngram_cases() | _stream_cases()
 
 _TYPES = {
     BF16: "*bf16",

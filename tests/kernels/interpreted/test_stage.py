@@ -165,6 +165,18 @@ def test_a_recurrent_layer_launches_at_most_ten_kernels(
     assert sum(counts[name] for name in ("convolution_kernel", "gated_norm_kernel")) == 2
 
 
+def test_a_sub_layer_of_several_streams_launches_three_kernels_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them norms what is read: other norms are of the keys of indexers."""
+    checkpoint = Checkpoint.open(make_family(tmp_path / "model", "hy_v4"))
+    counts = launches_of_a_step(checkpoint, monkeypatch, [20, 3])
+    names = ("stream_products_kernel", "stream_read_kernel", "stream_write_kernel")
+    assert [counts[name] for name in names] == [2 * checkpoint.config.num_layers] * 3, counts
+    assert counts["add_norm_kernel"] == counts["rotation_kernel"] < checkpoint.config.num_layers
+    assert "stream" not in str(by_triton(checkpoint.config))
+
+
 def test_a_layer_with_a_mixer_beside_attention_launches_five_more_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
