@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,6 +24,7 @@ from stage_worker.model.attention_views import HostArray
 
 DEVICE = torch.device("cuda:0")
 _aten = torch.ops.aten
+T = TypeVar("T")
 
 
 class _WithoutDriver(TorchFunctionMode):
@@ -109,6 +110,16 @@ def fake_cuda() -> Iterator[Copies]:
     copies = Copies()
     with FakeTensorMode(allow_non_fake_inputs=True), copies, _WithoutDriver():
         yield copies
+
+
+def with_data(make: Callable[..., T]) -> Callable[..., T]:
+    """`make`, with tensors of the host that have data, as those of frames."""
+
+    def made(*arguments: Any, **options: Any) -> T:
+        with unset_fake_temporarily():
+            return make(*arguments, **options)
+
+    return made
 
 
 class _Ended(Event):

@@ -18,7 +18,7 @@ collect_ignore_glob = []
 if not (_IS_INTERPRETED and find_spec("triton")):
     collect_ignore_glob.append("interpreted/*")
 if _IS_INTERPRETED or not find_spec("triton"):
-    collect_ignore_glob += ["compiled/*", "emulated/*"]
+    collect_ignore_glob += ["compiled/*", "emulated/*", "recorded/*"]
 
 NUM_CI_CASES = 20
 CI_CASES = (
@@ -32,7 +32,7 @@ CI_ARCHITECTURE = "sm_90"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With STAGELINE_KERNEL_CASES=ci, keep 20 interpreted cases spread over all and `CI_CASES`, and the
-    compiler's for one architecture.
+    compiler's for one architecture, beside those that neither run nor compile a kernel.
     """
     if os.environ.get("STAGELINE_KERNEL_CASES") != "ci":
         return
@@ -41,7 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         kept = [mine[number * len(mine) // NUM_CI_CASES] for number in range(NUM_CI_CASES)]
         kept += [item for item in mine if item.name in CI_CASES and item not in kept]
     else:
-        kept = [item for item in mine if CI_ARCHITECTURE in item.name or item.path.parent.name == "emulated"]
+        every = ("emulated", "recorded")
+        kept = [item for item in mine if CI_ARCHITECTURE in item.name or item.path.parent.name in every]
     items[:] = [item for item in items if item not in mine] + kept
 
 

@@ -117,7 +117,7 @@ def _first_guess(number, mean, deviation, DEVIATIONS: tl.constexpr):
     return _keys(tl.where(number <= _WIDTH, float("-inf"), mean + DEVIATIONS * deviation))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def masses_kernel(
     logits, stride, reals, top_k, part_maxima, part_sums, masses, part_counts, num_rows, VOCAB: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr, DEVIATIONS: tl.constexpr,
@@ -204,7 +204,7 @@ def _counts_above(logits, high, VOCAB: tl.constexpr, PADDED: tl.constexpr):
     return counts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def select_kernel(
     logits, stride, reals, top_k, part_maxima, part_sums, part_counts, counts, bounds, keys, num_rows,
     VOCAB: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, DEVIATIONS: tl.constexpr,
@@ -237,7 +237,7 @@ def select_kernel(
     tl.store(bounds + row, (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def move_kernel(
     logits, stride, reals, top_k, part_places, keys, candidates, candidate_ids, num_rows, VOCAB: tl.constexpr,
     PARTS: tl.constexpr,
@@ -451,7 +451,7 @@ def _likeliest(
     return maxima, ids, tl.max(tl.load(part_flags + by_part, mask=is_part, other=0), 1) > 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def decide_kernel(
     logits, stride, reals, top_k, part_maxima, part_ids, part_flags, row_flags, masses, candidates,
     candidate_ids, counts, bounds, tokens, num_rows, VOCAB: tl.constexpr, PARTS: tl.constexpr,

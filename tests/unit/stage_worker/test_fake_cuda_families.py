@@ -28,20 +28,21 @@ from wire.frames import Frame
 
 LAYERS = {0: (0, 2), 1: (1, 4), 2: (3, 5)}
 """Of each stage: with and without entries, n-grams and recurrent states."""
-OTHER_GROUPS = {"deepseek_v4": (KvGroup(NUM_BLOCKS, KvWindow(9, 32)),), "qwen4_exp_text": ()}
+FAMILIES = ("deepseek_v4", "qwen4_exp_text")
+OTHER_GROUPS = {"deepseek_v4": (KvGroup(NUM_BLOCKS, KvWindow(9, 32)),)}
 
 
 def assigned(directory: Path, family: str, stage: int) -> Assignment:
     model = make_family(directory / "model", family)
     begin, end = LAYERS[stage]
-    others = tuple(group.num_blocks for group in OTHER_GROUPS[family])
+    others = tuple(group.num_blocks for group in OTHER_GROUPS.get(family, ()))
     found = replace(new_assignment(model, stage=stage), layer_begin=begin, layer_end=end)
     return replace(found, other_num_blocks=others, num_states=4)
 
 
 def frames_of(assignment: Assignment, family: str) -> list[tuple[str, Frame]]:
     width = Checkpoint.open(Path(assignment.model_directory)).config.residual_width
-    log = Log(assignment, other_groups=OTHER_GROUPS[family])
+    log = Log(assignment, other_groups=OTHER_GROUPS.get(family, ()))
     return [
         (kind, Frame(step, hidden_for(step, width) if assignment.stage else ()))
         for kind, step in steps(log, (GREEDY,))
@@ -72,7 +73,7 @@ def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "separate_products", products)
 
 
-@pytest.mark.parametrize("family", OTHER_GROUPS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stage", LAYERS, ids=["FIRST", "MIDDLE", "LAST"])
 def test_torchs_operators_compute_a_step_between_one_copy_up_and_one_back(
     family: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,78 @@
+"""Warm-up launches every variant of a kernel that a serving stage launches, so that none is compiled then.
+
+On tensors without data, with `tests.recorded_launches`. Choices have parts so small that they have several
+levels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint import Checkpoint, DType
+from kvcache import KvGroup, KvWindow
+from stage_worker.assignment import Assignment
+from stage_worker.executor import StepExecutor
+from stage_worker.loading import warmup
+from stage_worker.loading.warmup import run_largest_step, warm_up
+from stage_worker.model.kernels import by_triton
+from stage_worker.model.triton_kernels import choices
+from tests.fake_cuda import fake_cuda, with_data
+from tests.integration.stage_bench import GREEDY, Log, hidden_for
+from tests.recorded_launches import record_launches
+from tests.unit.stage_worker.test_fake_cuda_families import LAYERS, assigned, loaded
+from wire.frames import Frame
+from wire.steps import SliceResult, StepResult
+
+pytestmark = pytest.mark.kernels
+
+NUM_BLOCKS = 256
+LIMITS: dict[str, Any] = {
+    "num_blocks": NUM_BLOCKS,
+    "max_step_tokens": 96,
+    "max_step_sequences": 4,
+    "max_sequence_tokens": 640,
+}
+"""Longer than the keys of one program, which are 512."""
+
+
+def serve(executor: StepExecutor, assignment: Assignment, others: tuple[KvGroup, ...]) -> None:
+    """Prompts of many lengths, alone and beside decodes, with hits of prefixes, and decodes of all."""
+    width = Checkpoint.open(Path(assignment.model_directory)).config.residual_width
+    log = Log(assignment, other_groups=others)
+    log.begin(1)
+    executor.begin_epoch(1, stage=assignment.stage)
+    for length in (1, 3, 24, 57, 96, 97, 24, 300, 560):
+        log.add(tuple(index % 89 for index in range(length)), sampling=GREEDY, max_tokens=40)
+        for _ in range(4):
+            step = log.step()
+            hidden = with_data(hidden_for)(step, width, dtype=DType.BF16) if assignment.stage else ()
+            executor.run(Frame(step, hidden))
+            answers = [SliceResult(part.sequence, 0, 5) for part in step.slices if part.is_sampled]
+            log.complete(StepResult.of(step.epoch, step.step_id, answers))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32"])
+@pytest.mark.parametrize("stage", LAYERS, ids=["FIRST", "MIDDLE", "LAST"])
+def test_serving_launches_what_warm_up_has_launched(
+    family: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = record_launches(monkeypatch)
+    monkeypatch.setattr(choices, "CHOICE_PART", 64)
+    monkeypatch.setattr(warmup._WarmupSteps, "_frame", with_data(warmup._WarmupSteps._frame))
+    found = replace(assigned(tmp_path, family, stage), dtype=DType.BF16, **LIMITS)
+    window = KvWindow(9, found.max_step_tokens)
+    others = tuple(KvGroup(NUM_BLOCKS, window) for _ in found.other_num_blocks)
+    assignment = replace(found, other_num_blocks=tuple(group.num_blocks for group in others))
+    config = Checkpoint.open(Path(assignment.model_directory)).config
+    with fake_cuda():
+        executor = loaded(assignment, new_kernels=by_triton)
+        warm_up(executor, assignment, config, budget_s=1e9)
+        run_largest_step(executor, assignment, config)
+        warm = set(launches.variants)
+        serve(executor, assignment, others)
+    assert len(warm) > 5
+    assert launches.variants - warm == set()
