@@ -71,6 +71,11 @@ class Compressor:
         """Tokens that an entry is pooled of."""
         return self.ratio * (2 if self.has_overlap else 1)
 
+    @property
+    def num_chosen(self) -> int | None:
+        """Entries that a query chooses if it sees more; None if it attends to all."""
+        return None if self.indexer is None else self.indexer.num_chosen
+
     def rows_per_block(self, block_size: int) -> int:
         """Entries that a block of tokens has room for: those whose last token is in it."""
         return max(1, block_size // self.ratio)

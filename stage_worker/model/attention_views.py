@@ -46,8 +46,9 @@ _QUERIES_PER_BLOCK = 128
 class ViewRules:
     """Rules for views: the run dtype, at most `max_keys` gathered keys beyond one sequence, and at most
     `queries_per_item` queries in an item of attention work. `compressors` are those of the stage's layers;
-    their entries are in the block group without a window, of which no layer has keys then. With `top_k`,
-    Triton kernels choose that many of a query's tokens if it sees more.
+    their entries are in the block group without a window, of which no layer has keys then; the queries of
+    these layers see keys through `key_window`. With `top_k`, Triton kernels choose that many of a query's
+    tokens if it sees more.
     """
 
     block_size: int
@@ -57,6 +58,7 @@ class ViewRules:
     max_keys: int
     queries_per_item: int = 16
     compressors: tuple[Compressor, ...] = ()
+    key_window: int = 0
     top_k: int | None = None
 
     def does_choose(self, end_position: int) -> bool:

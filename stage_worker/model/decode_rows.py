@@ -93,6 +93,40 @@ class DecodeRows:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SliceRows:
+    """Slices of a step by their lengths.
+
+    One-token slices `singles` are in rows `single_rows` int64 [n], `longer` ones from `begins` on.
+    """
+
+    singles: DecodeRows
+    single_rows: Column
+    longer: Sequence[SliceLayout]
+    begins: Sequence[int]
+
+    @classmethod
+    def of(cls, decodes: DecodeRows, slices: Sequence[SliceLayout]) -> SliceRows:
+        """Rows of `decodes`, and of the `slices` after them."""
+        singles, longer = [], []
+        single_rows, begins = list(range(len(decodes))), []
+        row = len(decodes)
+        for item in slices:
+            if item.num_tokens == 1:
+                singles.append(item)
+                single_rows.append(row)
+            else:
+                longer.append(item)
+                begins.append(row)
+            row += item.num_tokens
+        return cls(
+            singles=decodes + DecodeRows.of(singles) if singles else decodes,
+            single_rows=np.array(single_rows, np.int64),
+            longer=longer,
+            begins=begins,
+        )
+
+
 class PageMatrix:
     """Pages of sequences that decode together; a row is copied when its block table has changed."""
 

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from checkpoint.compressed import Compressor
 from stage_worker.model.attention_views import HostArray, OnHost, Place, ViewRules, in_groups
-from stage_worker.model.decode_rows import Column, DecodeRows
+from stage_worker.model.compressed_work import EntryWork, entry_work
+from stage_worker.model.decode_rows import Column, DecodeRows, SliceRows
+from stage_worker.model.kernels import AttentionMethod
 from stage_worker.model.rope import Rope, Rotary, RotaryTable, rotary_table
 from stage_worker.validation import SliceLayout
 
@@ -41,12 +43,19 @@ class EntryStep:
 
     Of the entries whose last token is in the step, `kept` int64 [c] (None: all) are written to `slots` int64
     [c], the others are valid already. `rotary` has the tables of their first tokens. There may be none.
+    Queries attend to entries by `views`, or with Triton kernels by `work`.
     """
 
     kept: Tensor | None
     slots: Tensor
     rotary: Mapping[Rotary, RotaryTable]
     views: tuple[EntryView, ...]
+    work: EntryWork | None = None
+
+    @property
+    def may_choose(self) -> bool:
+        """Whether queries choose entries, if there is an indexer."""
+        return self.work is None or len(self.work.groups) > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -57,6 +66,7 @@ class EntryArrays:
     slots: Column
     firsts: Column
     views: tuple[OnHost[EntryView], ...]
+    work: OnHost[EntryWork] | None
 
     @property
     def arrays(self) -> Iterator[HostArray]:
@@ -67,6 +77,8 @@ class EntryArrays:
             yield self.kept
         for view in self.views:
             yield from view.arrays
+        if self.work is not None:
+            yield from self.work.arrays
 
     def make(self, ropes: Mapping[Rotary, Rope], place: Place) -> EntryStep:
         """The step, once `arrays` are on the device; of `ropes`, those of layers with entries are used."""
@@ -79,6 +91,7 @@ class EntryArrays:
             slots=place(self.slots),
             rotary=rotary,
             views=tuple(view.make(place) for view in self.views),
+            work=None if self.work is None else self.work.make(place),
         )
 
 
@@ -133,11 +146,15 @@ def entry_arrays(
     kept = np.flatnonzero(slots >= 0)
     pages, offsets = np.divmod(slots[kept], size)
     rows_per_block = compressor.rows_per_block(size)
+    work = None
+    if rules.kernels.decode is AttentionMethod.TRITON:
+        work = entry_work(SliceRows.of(decodes, slices), compressor, rules)
     return EntryArrays(
         kept=None if len(kept) == len(ending) else kept,
         slots=pages * rows_per_block + (offsets // ratio if size >= ratio else 0),
         firsts=positions[ending][kept] + 1 - ratio,
-        views=tuple(_views(decodes, slices, ratio, rules)),
+        views=tuple(_views(decodes, slices, ratio, rules)) if work is None else (),
+        work=work,
     )
 
 

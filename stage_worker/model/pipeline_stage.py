@@ -87,6 +87,7 @@ class PipelineStage(ABC):
         self._paged = [mixer for mixer in mixers if not isinstance(mixer, Pageless)]
         self.is_recurrent = any(layer.recurrent for layer in config.layers[layer_begin:layer_end])
         self._compressors = compressors_of(mixers)
+        self._key_window = max((mixer.window for mixer in mixers if isinstance(mixer, Compressed)), default=0)
         self._queries_per_item = min(map(self._queries_of, self._paged), default=1)
 
     def _check_layers(self, config: Blueprint, layer_begin: int, layer_end: int) -> None:
@@ -187,6 +188,7 @@ class PipelineStage(ABC):
             max_keys=self._max_keys,
             queries_per_item=self._queries_per_item,
             compressors=self._compressors,
+            key_window=self._key_window,
             top_k=top_k_of(self.config.kinds) if self.kernels.are_triton else None,
         )
 

@@ -19,7 +19,8 @@ from kvcache.pages import IndexKeys
 from kvcache.state_store import StateStore
 from stage_worker.model.attention_views import HostArray, OnHost, Place, ViewRules
 from stage_worker.model.attention_work import HostWork, WorkRoom
-from stage_worker.model.decode_rows import NO_DECODES, Column, DecodeRows
+from stage_worker.model.compressed_work import SequencePages, sequence_pages
+from stage_worker.model.decode_rows import NO_DECODES, Column, DecodeRows, SliceRows
 from stage_worker.model.entry_layout import EntryArrays, EntryStep, entry_arrays, source_slots
 from stage_worker.model.kernels import AttentionMethod, Kernels
 from stage_worker.model.rope import Rope, Rotary, RotaryTable, rotary_table
@@ -110,7 +111,8 @@ class StepLayout:
     with layers of several block groups has one layout per group, from the second group on in `others`.
     `states` is None on a stage without recurrent layers. `entries` are those of compressors, in the group
     that keeps them; `sources` int64 [c, span] are the slots of the tokens of which they are pooled, in the
-    groups of layers with keys. `token_ids` int64 [num_tokens] are known on stages with layers that need them.
+    groups of layers with keys. Those groups have `key_pages` for the work of entries. `token_ids` int64
+    [num_tokens] are known on stages with layers that need them.
     """
 
     num_tokens: int
@@ -124,6 +126,7 @@ class StepLayout:
     states: StateRows | None = None
     entries: Mapping[Compressor, EntryStep] = field(default_factory=dict)
     sources: Mapping[Compressor, Tensor] = field(default_factory=dict)
+    key_pages: SequencePages | None = None
     token_ids: Tensor | None = None
 
     @property
@@ -175,6 +178,7 @@ class StepArrays:
     states: HostStates | None = None
     entries: Mapping[Compressor, EntryArrays] = field(default_factory=dict)
     sources: Mapping[Compressor, Column] = field(default_factory=dict)
+    key_pages: OnHost[SequencePages] | None = None
 
     @classmethod
     def build(
@@ -200,9 +204,8 @@ class StepArrays:
         slots, by_row, writes = _kv_writes(decodes, slices, ranges, rules)
         rows, compressors = np.array(positions, np.int64), rules.compressors
         has_entries = bool(compressors) and None in windows
-        of_entries, of_keys = (compressors, ()) if has_entries else ((), compressors)
-        seen = () if has_entries else windows
-        views = {window: window_views(decodes, slices, ranges, window, rules) for window in seen}
+        of_entries, of_keys, seen = (compressors, (), ()) if has_entries else ((), compressors, windows)
+        views = {window: window_views(decodes, slices, window, rules) for window in seen}
         works = {window: found.work for window, found in views.items() if found.work is not None}
         return cls(
             rules=rules,
@@ -216,6 +219,7 @@ class StepArrays:
             works=works,
             entries={one: entry_arrays(decodes, slices, rows, by_row, one, rules) for one in of_entries},
             sources={one: source_slots(decodes, slices, one, rules.block_size) for one in of_keys},
+            key_pages=_key_pages(decodes, slices, rules) if of_keys else None,
         )
 
     @classmethod
@@ -255,6 +259,8 @@ class StepArrays:
         for entries in self.entries.values():
             yield from entries.arrays
         yield from self.sources.values()
+        if self.key_pages is not None:
+            yield from self.key_pages.arrays
 
     def rotary(self, ropes: Mapping[Rotary, Rope], place: Place) -> dict[Rotary, RotaryTable]:
         """The tables of a step, the same for all block groups, once `arrays` are on the device."""
@@ -276,6 +282,7 @@ class StepArrays:
             states=None if self.states is None else self.states.rows.make(place),
             entries={one: entries.make(ropes or {}, place) for one, entries in self.entries.items()},
             sources={one: place(slots) for one, slots in self.sources.items()},
+            key_pages=None if self.key_pages is None else self.key_pages.make(place),
         )
 
 
@@ -431,6 +438,15 @@ def _check(
         decodes.check(block_size, window)
         for item in slices:
             item.check(block_size, window)
+
+
+def _key_pages(
+    decodes: DecodeRows, slices: Sequence[SliceLayout], rules: ViewRules
+) -> OnHost[SequencePages] | None:
+    """What the work of entries needs of a group with keys; None without Triton kernels."""
+    if rules.kernels.decode is not AttentionMethod.TRITON:
+        return None
+    return sequence_pages(SliceRows.of(decodes, slices), rules.block_size)
 
 
 def _row_ranges(slices: Sequence[SliceLayout], begin: int) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from stage_worker.model.attention_views import (
 )
 from stage_worker.model.attention_work import AttentionWork, HostWork
 from stage_worker.model.choice_work import ChoiceGroup, choice_groups
-from stage_worker.model.decode_rows import NO_DECODES, Column, DecodeRows
+from stage_worker.model.decode_rows import NO_DECODES, Column, DecodeRows, SliceRows
 from stage_worker.model.kernels import AttentionMethod
 from stage_worker.validation import SliceLayout
 
@@ -65,21 +65,14 @@ def view_of(work: HostWork) -> OnHost[AttentionViews]:
 def window_views(
     decodes: DecodeRows,
     slices: Sequence[SliceLayout],
-    ranges: Sequence[tuple[int, int]],
     window: int | None,
     rules: ViewRules,
 ) -> WindowViews:
-    """Views of `decodes`, and of `slices` in rows `ranges`, through `window`."""
-    singles = [item for item in slices if item.num_tokens == 1]
-    longer = [item for item in slices if item.num_tokens > 1]
-    rows = np.arange(len(decodes), dtype=np.int64)
-    if singles:
-        single_rows = [begin for begin, end in ranges if end - begin == 1]
-        rows = np.concatenate((rows, np.array(single_rows, np.int64)))
-        decodes = decodes + DecodeRows.of(singles)
+    """Views of `decodes`, and of the `slices` after them, through `window`."""
+    found = SliceRows.of(decodes, slices)
+    decodes, rows, longer = found.singles, found.single_rows, found.longer
     if rules.kernels.decode is AttentionMethod.TRITON:
-        begins = [begin for begin, end in ranges if end - begin > 1]
-        return _work_views(decodes, rows, longer, begins, window, rules)
+        return _work_views(decodes, rows, longer, found.begins, window, rules)
     of_decodes = decode_views(decodes, rows, window, rules, are_all=not longer)
     of_longer = [prefill_view(item, window, rules) for item in longer]
 

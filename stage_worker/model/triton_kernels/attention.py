@@ -31,7 +31,7 @@ _HOPPER_ATTENTION = "stage_worker.model.triton_kernels.hopper_attention"
 
 
 @triton.jit
-def _rows(rows, is_row, FIRST: tl.constexpr, END: tl.constexpr, COLUMNS: tl.constexpr):
+def load_rows(rows, is_row, FIRST: tl.constexpr, END: tl.constexpr, COLUMNS: tl.constexpr):
     """Elements [rows, COLUMNS] from column FIRST on of rows of END elements; zeros where there are none."""
     columns = FIRST + tl.arange(0, COLUMNS)
     return tl.load(rows[:, None] + columns[None, :], mask=is_row[:, None] & (columns < END)[None, :], other=0)
@@ -43,8 +43,8 @@ def _page_rows(
     pages, scales, at, is_key, into, FIRST: tl.constexpr, END: tl.constexpr, COLUMNS: tl.constexpr,
     ROW_WIDTH: tl.constexpr, IS_FP8: tl.constexpr,
 ):
-    """`_rows` of pages at rows `at` int32 (no GPU has 2^31 rows of pages), as `into`."""
-    found = _rows(pages + at.to(tl.int64) * ROW_WIDTH, is_key, FIRST, END, COLUMNS)
+    """`load_rows` of pages at rows `at` int32 (no GPU has 2^31 rows of pages), as `into`."""
+    found = load_rows(pages + at.to(tl.int64) * ROW_WIDTH, is_key, FIRST, END, COLUMNS)
     if scales is not None:
         wide = from_e4m3(found) if IS_FP8 else found.to(tl.float32)
         found = (wide * tl.load(scales + at, mask=is_key, other=0.0)[:, None]).to(into)
@@ -87,7 +87,7 @@ def _places(table, chosen, keys, is_key, kv_head, NUM_ROWS: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _attend_to_range(
+def attend_to_range(
     mixed, highest, total, asked, asked_tail, pages, scales, table, chosen, begin, end, positions, kv_head,
     scale, softcap, window, ARE_SEEN: tl.constexpr, NUM_KV: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr,
@@ -144,13 +144,13 @@ def _attend_to_keys(
     mixed = tl.zeros([asked.shape[0], asked.shape[1]], tl.float32)
     if IS_PROMPT and window is None:
         num_seen = tl.maximum(tl.minimum(end, first + 1) - begin, 0) // KEYS * KEYS
-        mixed, highest, total = _attend_to_range(
+        mixed, highest, total = attend_to_range(
             mixed, highest, total, asked, asked_tail, pages, scales, table, chosen, begin,
             begin + num_seen, positions, kv_head, scale, softcap, window, True, NUM_KV, KEYS, BLOCK_SIZE,
             NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8, WIDENS,
         )
         begin += num_seen
-    return _attend_to_range(
+    return attend_to_range(
         mixed, highest, total, asked, asked_tail, pages, scales, table, chosen, begin, end, positions,
         kv_head, scale, softcap, window, False, NUM_KV, KEYS, BLOCK_SIZE, NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8,
         WIDENS,
@@ -183,8 +183,8 @@ def attend_kernel(
     is_lane, head = (index < num_queries) & (in_group < GROUP), kv_head * GROUP + in_group
     row = (tl.load(item) + index).to(tl.int64)
     own = query + row * query_stride + head * ROW_WIDTH
-    asked = _rows(own, is_lane, 0, WIDTH, MAIN)
-    asked_tail = _rows(own, is_lane, WIDTH, ROW_WIDTH, TAIL) if TAIL > 0 else None
+    asked = load_rows(own, is_lane, 0, WIDTH, MAIN)
+    asked_tail = load_rows(own, is_lane, WIDTH, ROW_WIDTH, TAIL) if TAIL > 0 else None
     if chosen is not None:
         chosen += tl.load(item).to(tl.int64) * TOP_K
     mixed, highest, total = _attend_to_keys(
@@ -195,15 +195,15 @@ def attend_kernel(
     partial = tl.load(item + 6)
     if partial < 0:
         into = output + row * output_stride + head * WIDTH
-        _write_result(mixed, highest, total, sinks, head, into, is_lane, WIDTH)
+        write_result(mixed, highest, total, sinks, head, into, is_lane, WIDTH)
     else:
         place = (partial + index).to(tl.int64) * (NUM_KV * GROUP) + head
-        _write_partial(mixed, highest, total, mixed_parts, stats, place, is_lane, WIDTH)
+        write_partial(mixed, highest, total, mixed_parts, stats, place, is_lane, WIDTH)
 # fmt: on
 
 
 @triton.jit
-def _write_partial(mixed, highest, total, mixed_parts, stats, place, is_row, WIDTH: tl.constexpr):
+def write_partial(mixed, highest, total, mixed_parts, stats, place, is_row, WIDTH: tl.constexpr):
     _write_rows(mixed_parts + place * WIDTH, mixed, is_row, WIDTH)
     tl.store(stats + place * 2, highest, mask=is_row)
     tl.store(stats + place * 2 + 1, total, mask=is_row)
@@ -217,7 +217,7 @@ def _write_rows(into, found, is_row, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _write_result(mixed, highest, total, sinks, head, into, is_row, WIDTH: tl.constexpr):
+def write_result(mixed, highest, total, sinks, head, into, is_row, WIDTH: tl.constexpr):
     if sinks is not None:
         sink = tl.load(sinks + head, mask=is_row, other=0.0) * _LOG2E
         _, kept, added = _factors(highest, sink)
@@ -255,7 +255,7 @@ def merge_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class KeyTile:
     """Sizes of one program: queries times heads, and keys at a time, loaded `num_stages` ahead."""
 
     queries: int
@@ -289,7 +289,7 @@ def hopper_attention() -> ModuleType | None:
         return None
 
 
-def _tile(num_queries: int, query: Tensor, pages: Tensor) -> _Tile:
+def tile_of(num_queries: int, query: Tensor, pages: Tensor) -> KeyTile:
     """Tiles of Hopper were chosen on an H200 for rows of 128 elements, see bench/STUDIES.md: decodes wait for
     loads, and prompts that `hopper_attention` leaves run on one warp group, so that two programs share a
     multiprocessor.
@@ -298,22 +298,22 @@ def _tile(num_queries: int, query: Tensor, pages: Tensor) -> _Tile:
     heads = LEAST_ROWS if num_queries == 1 else min(padded(group), MOST_HEADS)
     queries = max(padded(num_queries), LEAST_ROWS // heads)
     if element_bytes == 4:
-        return _Tile(queries, heads, LEAST_ROWS, 8)
+        return KeyTile(queries, heads, LEAST_ROWS, 8)
     has_scales = pages.element_size() == 1
     row_bytes = padded(row_width) * element_bytes
     if is_hopper(query.device) and row_width <= 128 and not has_scales:
         if num_queries == 1:
-            return _Tile(queries, heads, min(128, 2 * _TILE_BYTES // row_bytes), 4, 3)
-        return _Tile(queries, heads, min(64, 2 * _PROMPT_TILE_BYTES // row_bytes), 4, 3)
+            return KeyTile(queries, heads, min(128, 2 * _TILE_BYTES // row_bytes), 4, 3)
+        return KeyTile(queries, heads, min(64, 2 * _PROMPT_TILE_BYTES // row_bytes), 4, 3)
     tile_bytes = _TILE_BYTES if num_queries == 1 else _PROMPT_TILE_BYTES
     if num_queries > 1 and has_scales:
         tile_bytes //= 2  # converting takes registers
     keys = max(LEAST_ROWS, min(64, tile_bytes // row_bytes))
-    return _Tile(queries, heads, keys, 8 if queries * heads * padded(row_width) >= 64 * 128 else 4)
+    return KeyTile(queries, heads, keys, 8 if queries * heads * padded(row_width) >= 64 * 128 else 4)
 
 
 def _constants(
-    query: Tensor, output: Tensor, pages: Tensor, tile: _Tile, *, is_fp8: bool
+    query: Tensor, output: Tensor, pages: Tensor, tile: KeyTile, *, is_fp8: bool
 ) -> dict[str, int | bool]:
     num_heads, row_width = query.shape[1:]
     _, num_parts, kv_heads, block_size, _ = pages.shape
@@ -357,8 +357,7 @@ def attend(
     `page_scales` [num_blocks, parts, kv_heads, block_size] are those of 8-bit pages. With `chosen` int32
     [n, top_k], keys of the work are places in a query's row there, which has the keys.
     """
-    num_heads, width, parts = query.shape[1], output.shape[2], (work.num_partial, query.shape[1])
-    mixed, stats = (query.new_empty((*parts, size), dtype=torch.float32) for size in (width, 2))
+    mixed, stats = partial_results(work.num_partial, output)
     is_plain = all(option is None for option in (window, softcap, sinks, page_scales, chosen))
     for_hopper = hopper_attention() if is_plain and work.num_queries > 1 and is_hopper(query.device) else None
     given = (query, output, work, pages, mixed, stats, scale)
@@ -374,9 +373,26 @@ def attend(
             chosen=chosen,
         )
     if work.num_partial:
-        merged = {"WIDTH": width, "MAIN": padded(width, LEAST_ROWS), "MERGE_FIELDS": MERGE_FIELDS}
-        start_merges = Launch(merge_kernel, (len(work.merges), num_heads), merged)
-        start_merges(work.merges, mixed, stats, sinks, output, output.stride(0))
+        merge(work.merges, mixed, stats, sinks, output)
+
+
+def partial_results(num_partial: int, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for mixed values float32 [num_partial, heads, width], and for highest scores and sums of weights
+    float32 [num_partial, heads, 2], of parts of the keys of queries with `output` [n, heads, width].
+    """
+    _, num_heads, width = output.shape
+    mixed, stats = (
+        output.new_empty((num_partial, num_heads, size), dtype=torch.float32) for size in (width, 2)
+    )
+    return mixed, stats
+
+
+def merge(merges: Tensor, mixed: Tensor, stats: Tensor, sinks: Tensor | None, output: Tensor) -> None:
+    """Fill the rows of `output` that `merges` name from parts of their keys, see `AttentionWork`."""
+    _, num_heads, width = output.shape
+    constants = {"WIDTH": width, "MAIN": padded(width, LEAST_ROWS), "MERGE_FIELDS": MERGE_FIELDS}
+    start = Launch(merge_kernel, (len(merges), num_heads), constants)
+    start(merges, mixed, stats, sinks, output, output.stride(0))
 
 
 def _start_items(
@@ -396,7 +412,7 @@ def _start_items(
 ) -> None:
     """`mixed` and `stats` are of parts of keys, see `hopper_attention.start`."""
     is_fp8 = pages.dtype is torch.float8_e4m3fn
-    tile = _tile(work.num_queries, query, pages)
+    tile = tile_of(work.num_queries, query, pages)
     constants = _constants(query, output, pages, tile, is_fp8=is_fp8)
     constants["TOP_K"] = 0 if chosen is None else chosen.shape[1]
     grid = (len(work.items), pages.shape[2] * constants["TILES"])

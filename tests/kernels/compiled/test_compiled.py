@@ -33,8 +33,9 @@ from checkpoint.held import HeldBytes, HeldNibbles
 from checkpoint.ngrams import NgramEmbedding
 from checkpoint.recurrent import Recurrent
 from checkpoint.streams import GatedConnection, HyperConnection, WeightedCollapse
-from stage_worker.model.attention_work import AttentionWork, HostWork, queries_per_item
+from stage_worker.model.attention_work import MERGE_FIELDS, AttentionWork, HostWork, queries_per_item
 from stage_worker.model.choice_work import BLOCK_FIELDS, ROW_FIELDS, ChoiceGroup
+from stage_worker.model.compressed_work import JOINED_FIELDS, JoinedWork, SequencePages
 from stage_worker.model.decode_rows import NO_DECODES, DecodeRows
 from stage_worker.model.held_matrices import ByteMatrix, NibbleMatrix
 from stage_worker.model.kernels import PLAIN
@@ -46,9 +47,11 @@ from stage_worker.model.state_rows import SEQUENCE_FIELDS, StateRows
 from stage_worker.model.step_layout import LayerStates
 from stage_worker.model.triton_kernels import attention as attention_kernels
 from stage_worker.model.triton_kernels import choices, gates, heads, last_rotation, launch, sampling
+from stage_worker.model.triton_kernels import compressed_attention as compressed_kernels
 from stage_worker.model.triton_kernels import wire_rows as wire
 from stage_worker.model.triton_kernels.attention import attend
 from stage_worker.model.triton_kernels.byte_products import byte_expert_products, byte_product
+from stage_worker.model.triton_kernels.compressed_attention import attend_joined
 from stage_worker.model.triton_kernels.experts import expert_products
 from stage_worker.model.triton_kernels.ngrams import FusedNgrams
 from stage_worker.model.triton_kernels.nibble_products import nibble_expert_products, nibble_product
@@ -112,6 +115,38 @@ def attention(
         scale=0.1,
         page_scales=None if element is None else new(pages.shape[:-1], dtype=F32),
         **options,
+    )
+
+
+def compressed(
+    heads: int,
+    dtype: torch.dtype,
+    *,
+    ratio: int = 4,
+    top_k: int | None = None,
+    is_decode: bool,
+    element: torch.dtype | None = None,
+) -> None:
+    """Through a window of 128 tokens, in pages of 16, with rows of 512 elements."""
+    is_single = is_decode or top_k is not None
+    joined = JoinedWork(
+        items=new((100, JOINED_FIELDS), dtype=torch.int32),
+        merges=new((64, MERGE_FIELDS), dtype=torch.int32),
+        num_partial=200,
+        num_queries=1 if is_single else queries_per_item(heads, 512, dtype.itemsize),
+        has_longer=not is_decode,
+    )
+    pages = SequencePages(table=new(1000, dtype=torch.int32), firsts=new((64, 2), dtype=torch.int32))
+    keys = new((100, 1, 1, 16, 512), dtype=element or dtype)
+    attend_joined(
+        *(new((100, heads, 512), dtype=dtype), new((100, heads, 512), dtype=dtype), joined, keys, pages),
+        *(new((100, max(1, 16 // ratio), 512), dtype=dtype), pages),
+        ratio=ratio,
+        scale=0.1,
+        window=128,
+        sinks=new(heads, dtype=F32),
+        key_scales=None if element is None else new(keys.shape[:-1], dtype=F32),
+        chosen=None if top_k is None else new((100, top_k), dtype=torch.int32),
     )
 
 
@@ -563,7 +598,22 @@ def _cases() -> dict[str, Callable[[], None]]:
     return cases
 
 
-CASES = _cases() | _held_cases() | _state_cases() | _ngram_cases() | _stream_cases()
+def _compressed_cases() -> dict[str, Callable[[], None]]:
+    """DeepSeek V4 Flash has 64 heads and chooses 512 entries, V4 Pro 128 and 1,024."""
+    cases: dict[str, Callable[[], None]] = {}
+    for is_decode, phase in ((True, "decode"), (False, "prompt")):
+        case = partial(compressed, 64, is_decode=is_decode)
+        for name, dtype in (("bf16", BF16), ("f16", F16)):
+            cases[f"compressed-chosen-{phase}-{name}"] = partial(case, dtype, top_k=512)
+        cases[f"compressed-128-{phase}"] = partial(case, BF16, ratio=128)
+        cases[f"compressed-128-{phase}-fp8"] = partial(case, BF16, ratio=128, element=torch.float8_e4m3fn)
+        cases[f"compressed-chosen-{phase}-int8"] = partial(case, BF16, top_k=512, element=torch.int8)
+        of_pro = partial(compressed, 128, BF16, is_decode=is_decode)
+        cases[f"compressed-chosen-{phase}-128-heads"] = partial(of_pro, top_k=1024)
+    return cases
+
+
+CASES = _cases() | _held_cases() | _state_cases() | _ngram_cases() | _stream_cases() | _compressed_cases()
 
 _TYPES = {
     BF16: "*bf16",
@@ -633,6 +683,7 @@ def compiled_kernels(case: str, capability: int, monkeypatch: pytest.MonkeyPatch
         launch.Launch, "__call__", lambda launched, *arguments: recorded.append(Recorded(launched, arguments))
     )
     monkeypatch.setattr(attention_kernels, "is_hopper", lambda device: capability == HOPPER)
+    monkeypatch.setattr(compressed_kernels, "has_long_tiles", lambda device: capability in ASYNCHRONOUS)
     CASES[case]()
     assert recorded
     for one in recorded:
@@ -670,7 +721,7 @@ class Product(NamedTuple):
 
 ASYNCHRONOUS = {90: "HGMMA", 100: "UTCHMMA"}
 """Products of bf16 and f16 that read their operands from shared memory, by several warps."""
-WITH_LONG_TILES = re.compile(r"(?!.*-f32).*-prompt.*|experts-many-rows")
+WITH_LONG_TILES = re.compile(r"(?!.*-f32|compressed.*int8|compressed.*fp8).*-prompt.*|experts-many-rows")
 """Cases whose tiles have the 64 rows that these need."""
 _DOT = re.compile(r"tt\.dot [^:]*?(?:inputPrecision = (\w+) )?: tensor<[0-9x]+x(\w+)>")
 _GROUP_DOT = re.compile(r"warp_group_dot ()[^>]*?memdesc<[0-9x]+x(\w+),")
