@@ -1,10 +1,11 @@
-"""Choices of tokens in sparse attention that kernels of GPUs compute."""
+"""Choices of tokens and entries in sparse attention that kernels of GPUs compute."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from checkpoint.blueprint import Attention, Latent, LayerPlan
+from checkpoint.compressed import Compressed
 from checkpoint.recurrent import Pageless
 from checkpoint.step_sizes import MOST_CHOSEN
 
@@ -25,6 +26,9 @@ def no_choice_kernels_because(layers: Collection[LayerPlan]) -> str | None:
     mixers = [layer.mixer for layer in layers if not isinstance(layer.mixer, Pageless)]
     if any(isinstance(mixer, Attention) and mixer.indexer is not None for mixer in mixers):
         return "Triton kernels choose tokens, and no blocks of tokens"
+    reasons = (_no_entries_because(mixer) for mixer in mixers if isinstance(mixer, Compressed))
+    if (reason := next((reason for reason in reasons if reason is not None), None)) is not None:
+        return reason
     latents = [mixer for mixer in mixers if isinstance(mixer, Latent)]
     if all(mixer.top_k is None for mixer in latents):
         return None
@@ -39,4 +43,16 @@ def no_choice_kernels_because(layers: Collection[LayerPlan]) -> str | None:
         if indexer.num_heads > _MOST_HEADS or indexer.head_dim > _MOST_WIDTH or mixer.rope_dim < 2:
             size = f"{indexer.num_heads} heads of {indexer.head_dim}, {mixer.rope_dim} of them rotated"
             return f"Triton kernels have no indexer of {size}"
+    return None
+
+
+def _no_entries_because(mixer: Compressed) -> str | None:
+    """Why kernels of GPUs do not choose entries of `mixer`; None if they do, or if there is no choice."""
+    indexer = None if mixer.compressor is None else mixer.compressor.indexer
+    if indexer is None:
+        return None
+    if indexer.num_chosen > MOST_CHOSEN:
+        return f"Triton kernels choose up to {MOST_CHOSEN} entries, not {indexer.num_chosen}"
+    if indexer.num_heads > _MOST_HEADS or indexer.head_dim > _MOST_WIDTH:
+        return f"Triton kernels have no indexer of {indexer.num_heads} heads of {indexer.head_dim}"
     return None

@@ -18,9 +18,10 @@ from checkpoint import GatedDelta, KimiDelta, Mamba2
 from checkpoint.ngrams import NgramEmbedding
 from stage_worker.backends import tensor_views
 from stage_worker.backends.tensor_views import scale_rows, unscale_rows
-from stage_worker.model import attention_work, indexer, operations, projections
+from stage_worker.model import attention_work, indexer, joined_attention, operations, projections
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.choice_work import ChoiceGroup
+from stage_worker.model.compressed_work import JoinedWork, SequencePages
 from stage_worker.model.gated_delta import SeparateDelta
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.kimi_delta import SeparateChannelDelta
@@ -47,6 +48,7 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {
         "operations": SimpleNamespace(TritonOperations=_StateOperations),
         "attention": SimpleNamespace(attend=attend),
+        "compressed_attention": SimpleNamespace(attend_joined=attend_joined),
         "wire_rows": SimpleNamespace(scale_rows=scale_rows, unscale_rows=unscale_rows),
         "sampling": SimpleNamespace(choose=choose),
         "row_products": SimpleNamespace(row_product=row_product),
@@ -54,7 +56,7 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             rotate_and_write_keys=rotate_and_write_keys, score=score, choose=choose_tokens
         ),
     }
-    for module in (indexer, projections, operations, tensor_views, step_rows):
+    for module in (indexer, joined_attention, projections, operations, tensor_views, step_rows):
         monkeypatch.setattr(module, "load_triton", lambda name: modules[name])
 
 
@@ -263,18 +265,99 @@ def attend(
     if window is not None:
         is_seen = is_seen & (keys[:, None] > (position + index)[:, :, None] - window)
     scores = scores.masked_fill(is_seen.logical_not()[:, :, None, None], -torch.inf)
+    values = found[:, :, parts - 1, :, : output.shape[2]]
+    places = torch.where(is_query, partial + index, -1), torch.where(is_query, rows, num_rows)
+    _write(output, work, partial, places, scores, values, sinks)
+
+
+def _write(
+    output: Tensor,
+    work: AttentionWork | JoinedWork,
+    partial: Tensor,
+    places: tuple[Tensor, Tensor],
+    scores: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+) -> None:
+    """Results of `scores` [i, q, kv_heads, group, k] and `values` [i, k, kv_heads, width].
+
+    `places` [i, q] are rows of partial results (below 0: none), and of the output (its length: none).
+    """
     highest = scores.amax(dim=-1)
     weights = torch.exp(scores - torch.where(highest == -torch.inf, 0.0, highest).unsqueeze(-1))
-    mixed = torch.einsum("iqhgk,ikhd->iqhgd", weights, found[:, :, parts - 1, :, : output.shape[2]])
+    mixed = torch.einsum("iqhgk,ikhd->iqhgd", weights, values)
     sums = mixed.flatten(2, 3), highest.flatten(2, 3), weights.sum(dim=-1).flatten(2, 3)
-    is_whole = is_query & (partial < 0)
-    output.copy_(_rows_at(output, torch.where(is_whole, rows, num_rows), _softmaxed(*sums, sinks)))
+    of_parts, rows = places
+    into = torch.where(partial < 0, rows, len(output))
+    output.copy_(_rows_at(output, into, _softmaxed(*sums, sinks)))
     if work.num_partial:
-        places = torch.where(is_query & (partial >= 0), partial + index, work.num_partial)
-        _merge(output, work, places, sums, sinks)
+        is_part = (partial >= 0) & (rows < len(output))
+        _merge(output, work, torch.where(is_part, of_parts, work.num_partial), sums, sinks)
 
 
-def _merge(output: Tensor, work: AttentionWork, places: Tensor, sums: Any, sinks: Tensor | None) -> None:
+def attend_joined(
+    query: Tensor,
+    output: Tensor,
+    work: JoinedWork,
+    keys: Tensor,
+    key_pages: SequencePages,
+    entries: Tensor,
+    entry_pages: SequencePages,
+    *,
+    ratio: int,
+    scale: float,
+    window: int,
+    sinks: Tensor,
+    key_scales: Tensor | None = None,
+    chosen: Tensor | None = None,
+) -> None:
+    """See `triton_kernels.compressed_attention.attend_joined`."""
+    row, count, sequence, position, key, key_end, entry, entry_end, choice, partial = (
+        column[:, None] for column in work.items.long().unbind(1)
+    )
+    index = torch.arange(work.num_queries, device=query.device)[None]
+    is_query, own = index < count, (position + index).unsqueeze(2)
+    rows = torch.where(is_query, row + index, 0)
+    lanes = torch.arange(MOST_KEYS, device=query.device)
+    tokens, numbers = key + lanes, entry + lanes
+    is_key, is_entry = tokens < key_end, numbers < entry_end
+    does_see = numbers.unsqueeze(1) < (own + 1) // ratio
+    if chosen is not None:
+        places = torch.where(is_entry, choice * chosen.shape[1] + numbers, 0)
+        numbers = chosen.flatten().long().index_select(0, places.flatten()).view(numbers.shape)
+        does_see = torch.ones_like(does_see)
+    sees_key = (tokens.unsqueeze(1) <= own) & (tokens.unsqueeze(1) > own - window)
+    of_keys = _gathered(keys, key_scales, _slots(key_pages, sequence, tokens, is_key, keys.shape[3]))
+    slots = _slots(entry_pages, sequence, numbers, is_entry, entries.shape[1])
+    found = torch.cat((of_keys, _gathered(entries[:, None, None], None, slots)), dim=1)[:, :, 0, 0]
+    is_there = torch.cat((is_key, is_entry), dim=1)
+    found = found.masked_fill(is_there.logical_not().unsqueeze(2), 0.0)
+    asked = query.index_select(0, rows.flatten()).float().view(*rows.shape, *query.shape[1:])
+    is_seen = torch.cat((sees_key, does_see), dim=2) & is_there.unsqueeze(1)
+    scores = torch.einsum("iqhd,ikd->iqhk", asked, found) * scale
+    scores = scores.masked_fill(is_seen.logical_not().unsqueeze(2), -torch.inf).unsqueeze(2)
+    into = torch.where(is_query, partial + index, -1), torch.where(is_query, rows, len(output))
+    _write(output, work, partial, into, scores, found.unsqueeze(2), sinks)
+
+
+def _slots(
+    pages: SequencePages, sequence: Tensor, numbers: Tensor, is_there: Tensor, block_size: int
+) -> Tensor:
+    """Slots [i, k] of keys or entries `numbers` [i, k] of a sequence each; 0 where there is none."""
+    place, first = pages.firsts.long().index_select(0, sequence.flatten()).unsqueeze(2).unbind(1)
+    own = numbers - first
+    places = torch.where(is_there, place + own // block_size, 0)
+    page = pages.table.long().index_select(0, places.flatten()).view(places.shape)
+    return torch.where(is_there, page * block_size + own % block_size, 0)
+
+
+def _merge(
+    output: Tensor,
+    work: AttentionWork | JoinedWork,
+    places: Tensor,
+    sums: Any,
+    sinks: Tensor | None,
+) -> None:
     empties = (0.0, -torch.inf, 0.0)
     kept = [
         torch.cat(

@@ -4,77 +4,32 @@ A layer writes the keys of a step's tokens and what their entries are pooled of,
 end in the step, and then attends. Entries depend on the tokens alone, and not on the chunks in which they
 were computed, up to the rounding of products.
 
-Keys in the window and entries are in different block groups, so that a query attends to either apart: scores,
-highest scores, sums of weights and weighted sums are float32, and are joined as in one softmax, in which the
-sinks come first. In bfloat16, weights are relative to the highest score of their part when they are rounded,
-where transformers rounds them relative to the sum of all. Pooling is as in transformers: the softmax of gates
-is float32, and its weights are rounded before they multiply values.
+Pooling is as in transformers: the softmax of gates is float32, and its weights are rounded before they
+multiply values. See `stage_worker.model.joined_attention` for attention itself.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from checkpoint import EXPANDED_ELEMENTS, Compressed, Norm
+from checkpoint import Compressed, Norm
 from checkpoint.blueprint import NormKind
 from checkpoint.compressed import Compressor
 from checkpoint.names import TensorRole
-from checkpoint.step_sizes import BLOCK_SCORES
 from kvcache.layer_rows import RowKind
-from stage_worker.model.attention_views import PrefillView
-from stage_worker.model.entry_layout import EntryStep, EntryView
-from stage_worker.model.indexer import IndexQueries, chosen_tokens
+from stage_worker.model.entry_layout import EntryStep
+from stage_worker.model.joined_attention import StepQueries, joined_attention
 from stage_worker.model.kernels import Kernels
 from stage_worker.model.layer_weights import CompressedWeights, PoolingWeights
 from stage_worker.model.norms import NormWeights, RowNorm, row_norm, unit_norm
 from stage_worker.model.projections import project
 from stage_worker.model.rope import Rotary, RotaryTable, rotate_last_
 from stage_worker.model.step_layout import LayerEntries, LayerKv, LayerMemory
-
-_Rows = Tensor | slice
-"""Rows of a step: int64 [q], or a range."""
-
-
-class JoinedSoftmax:
-    """Weighted sums of values, of parts of the keys of a step's queries."""
-
-    def __init__(self, sinks: Tensor, num_tokens: int, width: int) -> None:
-        """`sinks` float32 [heads] are the scores of a first part without values."""
-        self._highest = sinks.repeat(num_tokens, 1)
-        self._total = torch.ones_like(self._highest)
-        self._mixed = sinks.new_zeros(num_tokens, len(sinks), width)
-
-    def add(self, rows: _Rows, scores: Tensor, values: Tensor) -> None:
-        """Add keys with `scores` float32 [q, heads, s], which are modified, to the queries `rows`.
-
-        `values` are [q, s, width], or [1, s, width] for all queries.
-        """
-        before = self._highest[rows]
-        highest = torch.maximum(before, scores.amax(dim=-1))
-        shrunk = (before - highest).exp_()
-        weights = scores.sub_(highest[..., None]).exp_()
-        self._highest[rows] = highest
-        self._total[rows] = self._total[rows] * shrunk + weights.sum(dim=-1)
-        mixed = _products(weights.to(values.dtype), values)
-        self._mixed[rows] = self._mixed[rows] * shrunk[..., None] + mixed
-
-    def mixed(self) -> Tensor:
-        """Float32 [num_tokens, heads, width]."""
-        return self._mixed.div_(self._total[..., None])
-
-
-def _products(rows: Tensor, matrices: Tensor) -> Tensor:
-    """[q, heads, n] for `rows` [q, heads, m] and `matrices` [q, m, n], or [1, m, n] for all q."""
-    if len(matrices) == len(rows):
-        return torch.bmm(rows, matrices)
-    return torch.matmul(rows.flatten(0, 1), matrices[0]).view(*rows.shape[:2], -1)
 
 
 class _Pool:
@@ -105,14 +60,6 @@ class _Pool:
         return torch.cat((x[:, :ratio, :width], x[:, ratio:, width:]), dim=1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Queries:
-    """Queries of a step: `heads` [n, heads, head_dim], and those that an indexer scores entries by."""
-
-    heads: Tensor
-    index: IndexQueries | None
-
-
 class CompressedAttention:
     """See `checkpoint.compressed.Compressed`."""
 
@@ -133,7 +80,7 @@ class CompressedAttention:
         self._head_norm = unit_norm(mixer.norm_eps)
         self._key = project(weights.key, None, products)
         self._key_norm = row_norm(norm, norms[TensorRole.K_NORM])
-        self._sinks = weights.sinks.float()
+        self._attend = joined_attention(mixer, weights.sinks.float(), kernels)
         self._groups = [
             project(rows, None, products) for rows in torch.split(weights.groups, mixer.group_rank)
         ]
@@ -148,8 +95,6 @@ class CompressedAttention:
         if weights.index_query is not None:
             self._index_query = project(weights.index_query, None, products)
         self._index_weight = weights.index_weight
-        indexer = None if plan is None else plan.indexer
-        self._top_k = sys.maxsize if indexer is None else indexer.num_chosen
 
     def __call__(self, normed: Tensor, kv: LayerMemory) -> Tensor:
         """Projected groups of heads [m, o_size] of `normed` [m, hidden_size], with zeros after the step's
@@ -165,16 +110,13 @@ class CompressedAttention:
         self._rotate(keys, table)
         # All slices are written before any attends, since slices may share pages.
         kv.write(keys)
-        softmax = JoinedSoftmax(self._sinks, num_tokens, mixer.head_dim)
-        self._attend_window(heads, keys, softmax, kv)
+        index = None
         if mixer.compressor is not None:
             assert kv.entries is not None, "pages without entries"
             step = kv.entries.step.entries[mixer.compressor]
             self._write_entries(normed, step, mixer.compressor, kv, kv.entries)
-            queries = _Queries(heads, self._index_queries(normed, latents, table))
-            for view in step.views:
-                self._attend_entries(queries, view, softmax, kv.entries)
-        mixed = softmax.mixed().to(normed.dtype)
+            index = self._index_queries(normed, latents, table) if step.may_choose else None
+        mixed = self._attend(StepQueries(heads, keys, *(index or ())), kv)
         self._rotate(mixed, table, is_back=True)
         output = normed.new_zeros(len(normed), mixer.o_size)
         by_group = torch.split(mixed.flatten(1), mixer.group_size, dim=1)
@@ -186,35 +128,6 @@ class CompressedAttention:
     def _rotate(self, heads: Tensor, table: RotaryTable, *, is_back: bool = False) -> None:
         if self._mixer.rope is not None:
             rotate_last_(heads, table, self._mixer.rope, is_back=is_back)
-
-    def _attend_window(self, heads: Tensor, keys: Tensor, softmax: JoinedSoftmax, kv: LayerKv) -> None:
-        """Attend to keys of the window; `keys` [n, 1, head_dim] are the step's own."""
-        step, scale = kv.step, self._mixer.scale
-        views = step.views[self._mixer.window]
-        for view in views.decodes:
-            rows = slice(None) if view.rows is None else view.rows
-            visible = kv.gather(view.pages)[0][0]
-            scores = torch.bmm(heads[rows].float() * scale, visible.float().transpose(1, 2))
-            if view.mask is not None:
-                scores.add_(view.mask[0])
-            softmax.add(rows, scores, visible)
-        for (begin, end), prefill in zip(step.prefill_rows, views.prefills, strict=True):
-            visible = keys[begin:end, 0] if prefill.pages is None else kv.gather(prefill.pages)[0][0, 0]
-            for rows, scores, values in self._blocks(heads, visible, begin, prefill):
-                softmax.add(rows, scores, values)
-
-    def _blocks(
-        self, heads: Tensor, visible: Tensor, begin: int, view: PrefillView
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Rows, scores and values of each query block of a slice that begins with row `begin`."""
-        wide = visible[: view.num_keys].float()
-        for block in view.blocks:
-            (first, last), (low, high) = block.queries, block.keys
-            rows = slice(begin + first, begin + last)
-            scores = _products(heads[rows].float() * self._mixer.scale, wide[None, low:high].mT)
-            for edge, mask in block.edges:
-                scores[..., edge : edge + mask.shape[1]].add_(mask[:, None])
-            yield rows, scores, visible[None, low:high]
 
     def _write_entries(
         self, normed: Tensor, step: EntryStep, plan: Compressor, kv: LayerKv, entries: LayerEntries
@@ -239,8 +152,12 @@ class CompressedAttention:
             self._rotate(found, table)
             entries.rows[kind].write(entries.layer, found[:, 0], step.slots)
 
-    def _index_queries(self, normed: Tensor, latents: Tensor, table: RotaryTable) -> IndexQueries | None:
-        """Rotated queries by which entries are chosen; None without an indexer."""
+    def _index_queries(
+        self, normed: Tensor, latents: Tensor, table: RotaryTable
+    ) -> tuple[Tensor, Tensor] | None:
+        """Rotated queries by which entries are chosen, and weights, see `StepQueries`; None without an
+        indexer.
+        """
         if self._index_query is None:
             return None
         assert self._index_weight is not None, "an indexer without weights of heads"
@@ -248,56 +165,4 @@ class CompressedAttention:
         heads = self._index_query(latents)[:num_tokens].view(num_tokens, num_heads, -1)
         self._rotate(heads, table)
         # Wide for the product only: a plan counts these weights in the run dtype.
-        weights = linear(normed[:num_tokens].float(), self._index_weight.float())
-        return IndexQueries(heads.float(), weights)
-
-    def _attend_entries(
-        self, queries: _Queries, view: EntryView, softmax: JoinedSoftmax, entries: LayerEntries
-    ) -> None:
-        """Attend to the entries of a view, or to those of them that the indexer chooses."""
-        is_chosen = queries.index is not None and view.most > self._top_k
-        kind = RowKind.ENTRY_KEY if is_chosen else RowKind.ENTRY
-        rows = entries.rows[kind].gather(entries.layer, view.pages)[:, : view.most]
-        numbers = torch.arange(view.most, device=rows.device)
-        for part, own in _parts(view, rows, self._queries_at_once(view.most, is_chosen=is_chosen)):
-            # Rows that none has written are zero: a begun block is cleared, and a full one has all entries.
-            hidden, values = numbers >= part.counts, own
-            if is_chosen:
-                chosen = self._chosen(queries, part, own, hidden)
-                values, hidden = self._entries_at(chosen, part, entries), chosen >= part.counts
-            heads = queries.heads[part.rows].float() * self._mixer.scale
-            scores = _products(heads, values.float().mT)
-            softmax.add(part.rows, scores.masked_fill_(hidden[:, None], -math.inf), values)
-
-    def _queries_at_once(self, num_entries: int, *, is_chosen: bool) -> int:
-        """Queries of a prompt whose scores, and whose chosen entries, are computed together."""
-        most = max(1, BLOCK_SCORES // num_entries)
-        if is_chosen:
-            most = min(most, max(1, EXPANDED_ELEMENTS // (self._top_k * self._mixer.head_dim)))
-        return most
-
-    def _chosen(self, queries: _Queries, view: EntryView, keys: Tensor, hidden: Tensor) -> Tensor:
-        """Numbers int64 [q, top_k] of entries; those that are hidden come with too few others only."""
-        assert queries.index is not None, "no indexer"
-        index = IndexQueries(queries.index.heads[view.rows], queries.index.weights[view.rows])
-        mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)
-        return chosen_tokens(index.scores(keys), self._top_k, ((0, mask),)).to(torch.int64)
-
-    def _entries_at(self, chosen: Tensor, view: EntryView, entries: LayerEntries) -> Tensor:
-        """Entries [q, top_k, head_dim] by their numbers."""
-        rows = entries.rows[RowKind.ENTRY]
-        size = rows.rows_per_block(entries.layer)
-        pages = view.pages.expand(len(chosen), -1).gather(1, chosen // size)
-        return rows.at(entries.layer, pages * size + chosen % size)
-
-
-def _parts(view: EntryView, rows: Tensor, most: int) -> Iterator[tuple[EntryView, Tensor]]:
-    """Parts of a prompt's view with `most` queries, and other views as they are, each with its `rows`."""
-    if not isinstance(view.rows, slice):
-        yield view, rows
-        return
-    num_queries = len(view.counts)
-    for begin in range(0, num_queries, most):
-        end = min(begin + most, num_queries)
-        own = slice(view.rows.start + begin, view.rows.start + end)
-        yield replace(view, rows=own, counts=view.counts[begin:end]), rows
+        return heads, linear(normed[:num_tokens].float(), self._index_weight.float())

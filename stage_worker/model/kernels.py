@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import ModuleType
@@ -259,6 +259,10 @@ def _parts_by_torch(layer: LayerPlan) -> Iterator[str]:
     mixer, feed_forward = layer.mixer, layer.known_feed_forward
     if isinstance(mixer, Latent):
         yield "norms and rotation of latents"
+    elif isinstance(mixer, Compressed):
+        yield "norms and rotation of compressed attention"
+        if mixer.compressor is not None:
+            yield "pooling of entries"
     elif isinstance(mixer, Attention) and mixer.qk_norm is not None and not has_head_kernel(mixer.qk_norm):
         yield f"norms of queries and keys over {mixer.qk_norm.span.value}"
     if isinstance(feed_forward, Experts):
@@ -278,16 +282,24 @@ def has_head_kernel(qk_norm: QkNorm) -> bool:
 
 
 def _on_gpu(config: Blueprint, device: torch.device, dtype: torch.dtype, choice: KernelChoice) -> Kernels:
-    has_wide_latents = dtype is torch.float32 and any(isinstance(kind.mixer, Latent) for kind in config.kinds)
     reason = no_triton_because(device)
-    if reason is None and has_wide_latents:
-        reason = "Triton kernels for latents are for bf16 and f16: tiles of float32 exceed a GPU's registers"
+    if reason is None and dtype is torch.float32:
+        reason = _no_tiles_because(config.kinds)
     reason = reason or no_kernels_because(config.kinds)
     if reason is None:
         return by_triton(config)
     if choice is KernelChoice.COMPILED:
         raise KernelsUnavailable(f"--kernels compiled is not possible: {reason}")
     return _plain(config, reason)
+
+
+def _no_tiles_because(layers: Collection[LayerPlan]) -> str | None:
+    """Why Triton kernels do not compute `layers` in float32; None if they do."""
+    names = {Latent: "latents", Compressed: "compressed attention"}
+    found = (names.get(type(layer.mixer)) for layer in layers)
+    if (name := next((name for name in found if name is not None), None)) is None:
+        return None
+    return f"Triton kernels for {name} are for bf16 and f16: tiles of float32 exceed a GPU's registers"
 
 
 def has_triton_kernels(choice: KernelChoice, device: torch.device) -> bool:

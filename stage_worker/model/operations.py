@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from checkpoint import Attention, GatedDelta, KimiDelta, Latent, Mamba2, Norm
+from checkpoint import Attention, Compressed, GatedDelta, KimiDelta, Latent, Mamba2, Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu
 from checkpoint.names import TensorRole
 from checkpoint.ngrams import NgramEmbedding
@@ -307,7 +307,7 @@ def attend_in_pages(
     query: Tensor,
     output: Tensor,
     work: AttentionWork,
-    mixer: Attention | Latent,
+    mixer: Attention | Latent | Compressed,
     kv: LayerKv,
     sinks: Tensor | None = None,
     chosen: Tensor | None = None,

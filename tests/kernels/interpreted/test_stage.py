@@ -32,7 +32,7 @@ _VIEWS |= {"split_with_sizes", "as_strided", "empty", "new_empty", "empty_stride
 _VIEWS |= {"empty_like", "unbind", "lift_fresh"}
 
 
-_BY_TORCH = ("deepseek_v4", "qwen4_exp_text")
+_BY_TORCH = ("qwen4_exp_text",)
 COMPUTED = [name for name in FAMILIES if name not in _BY_TORCH]
 """Families without attention to entries or to blocks of tokens, which `Kernels.of` leaves to torch."""
 

@@ -23,7 +23,7 @@ from kvcache.pages import PageGroups
 from stage_worker.assignment import Assignment
 from stage_worker.backends.backend import StageLoadError
 from stage_worker.loading.stage_pages import kv_bytes_of, new_pages
-from stage_worker.model.compressed_attention import JoinedSoftmax
+from stage_worker.model.joined_attention import JoinedSoftmax
 from stage_worker.model.layer_weights import allocate_layer
 from stage_worker.model.weights import load_tensors
 from tests.checkpoints import edit_config, load_reference
