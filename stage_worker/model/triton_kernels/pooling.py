@@ -98,15 +98,14 @@ def _pooled(
 
 @triton.jit
 def pooling_kernel(
-    pending, sources, kept, bias, weight, eps, cos, sin, table_stride, slots, rows,
+    pending, sources, bias, weight, eps, cos, sin, table_stride, slots, rows,
     SPAN: tl.constexpr, RATIO: tl.constexpr, PENDING: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr,
     WIDTH: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, REST: tl.constexpr, STEP: tl.constexpr,
     PAIR: tl.constexpr, TOKENS: tl.constexpr,
 ):
     """One entry: grid [entries]."""
     entry = tl.program_id(0).to(tl.int64)
-    of_entry = entry if kept is None else tl.load(kept + entry)
-    sources += of_entry * SPAN
+    sources += entry * SPAN
     lanes, columns = tl.arange(0, LANES), tl.arange(0, REST)
     is_pair, is_rest, pairs = lanes < HALF, columns < WIDTH - 2 * HALF, WIDTH - 2 * HALF + lanes * STEP
     into = pending.dtype.element_ty
@@ -143,6 +142,8 @@ def pool(
     `sources` are slots of tokens in `pending` [num_blocks, block_size, pending width], -1 before the first
     one. `cos` and `sin` [c, 1, rotated elements] are of the entries' first tokens.
     """
+    if kept is not None:
+        sources = sources.index_select(0, kept)  # and not another kernel, which few steps need
     plan, width = pooling.plan, rows.shape[2]
     constants = pair_constants(width, cos, pooling.rope)
     constants |= {
@@ -154,6 +155,6 @@ def pool(
         "TOKENS": min(padded(plan.span), max(1, _TILE_BYTES // pending.itemsize // constants["REST"])),
     }
     Launch(pooling_kernel, (len(slots),), constants, 8)(
-        *(pending, sources, kept, pooling.bias, pooling.weight, pooling.eps),
+        *(pending, sources, pooling.bias, pooling.weight, pooling.eps),
         *(cos, sin, cos.stride(0), slots, rows),
     )

@@ -228,8 +228,7 @@ def pooled_entries(plan: Compressor, dtype: torch.dtype) -> None:
         )
         first += 2 * bias.shape[1]
         rows = new((100, plan.rows_per_block(16), width), dtype=dtype)
-        for kept in (None, new(20, dtype=torch.int64)):
-            pool(pooling, pending, sources, kept, cos, cos, new(20, dtype=torch.int64), rows)
+        pool(pooling, pending, sources, None, cos, cos, new(20, dtype=torch.int64), rows)
 
 
 def chosen_tokens(num_heads: int, dtype: torch.dtype, *, first: int = 0, top_k: int = 2048) -> None:

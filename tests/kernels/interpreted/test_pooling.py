@@ -76,7 +76,8 @@ class Given:
         norm = row_norm(Norm(kind=NormKind.RMS_WIDE, eps=1e-6), NormWeights(self.weight, None))
         pooled = _Pool(self.plan, PoolingWeights(width=len(self.weight), bias=self.bias), norm)
         rows = self.pending.view(-1, self.pending.shape[2])[self.sources.clamp(min=0)][..., 6:]
-        entries = pooled(*rows.tensor_split(2, -1), (self.sources < 0)[..., None])[:, None]
+        values, gates = rows.tensor_split(2, -1)
+        entries = pooled(values, gates, (self.sources < 0)[..., None])[:, None]
         rotate_last_(entries, RotaryTable(cos=self.cos, sin=self.sin), self.rope)
         return entries[:, 0]
 
