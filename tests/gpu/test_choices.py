@@ -1,4 +1,4 @@
-"""Kernels of sparse attention, in the sizes of DeepSeek V3.2, compute what a CPU computes."""
+"""Kernels of sparse attention, in the sizes of DeepSeek V3.2 and V4, compute what a CPU computes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def gpu(prepared: torch.device) -> torch.device:
     return prepared
 
 
-def group_on(device: torch.device) -> tuple[ChoiceGroup, list[tuple[int, ...]]]:
-    """The group of decodes, and the pages of each, in any order."""
+def group_on(device: torch.device, ratio: int = 1) -> tuple[ChoiceGroup, list[tuple[int, ...]]]:
+    """The group of decodes that choose units of `ratio` tokens, and the pages of each, in any order."""
     counts = [-(-length // BLOCK) for length in LENGTHS]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)).tolist()
     tables = [tuple(order.pop() for _ in range(count)) for count in counts]
@@ -39,7 +39,7 @@ def group_on(device: torch.device) -> tuple[ChoiceGroup, list[tuple[int, ...]]]:
         ]
     )
     rows = np.arange(len(LENGTHS))
-    found = choice_groups(decodes, rows, (), (), top_k=TOP_K, block_size=BLOCK)
+    found = choice_groups(decodes, rows, (), (), top_k=TOP_K, block_size=BLOCK, ratio=ratio)
     (group,) = found.make(lambda array: torch.from_numpy(array).to(device))
     return group, tables
 
@@ -48,9 +48,10 @@ def random(*size: int, seed: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("ratio", [1, 4])
 @pytest.mark.parametrize("are_ties", [True, False], ids=["ties", "random"])
-def test_choices_are_those_of_a_cpu(are_ties: bool, gpu: torch.device) -> None:
-    group, _ = group_on(gpu)
+def test_choices_are_those_of_a_cpu(are_ties: bool, ratio: int, gpu: torch.device) -> None:
+    group, _ = group_on(gpu, ratio)
     scores = random(group.num_scores, seed=2)
     scores = scores.round() if are_ties else scores
     found = load_triton("choices").choose(scores.to(gpu), group, TOP_K).cpu()
@@ -61,15 +62,17 @@ def test_choices_are_those_of_a_cpu(are_ties: bool, gpu: torch.device) -> None:
         assert torch.equal(found[row, :length], expected), length
 
 
-def test_scores_are_those_of_a_cpu(gpu: torch.device) -> None:
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_scores_are_those_of_a_cpu(ratio: int, gpu: torch.device) -> None:
     """Products of bfloat16 are exact in float32, sums to 1e-5 of the largest."""
-    group, tables = group_on(gpu)
+    group, tables = group_on(gpu, ratio)
     queries, weights = (
         random(len(LENGTHS), HEADS, WIDTH, seed=3).bfloat16(),
         random(len(LENGTHS), HEADS, seed=4),
     )
-    pages = random(sum(map(len, tables)), BLOCK, WIDTH, seed=5).bfloat16()
-    found = load_triton("choices").score(queries.to(gpu), weights.to(gpu), group, pages.to(gpu)).cpu()
+    pages = random(sum(map(len, tables)), BLOCK // ratio, WIDTH, seed=5).bfloat16()
+    given = (queries.to(gpu), weights.to(gpu), group, pages.to(gpu))
+    found = load_triton("choices").score(*given, ratio=ratio).cpu()
     for row, (place, length) in enumerate(group.rows.tolist()):
         if length > TOP_K:
             keys = pages[list(tables[row])].flatten(0, 1)[:length]
