@@ -15,6 +15,4 @@ def no_kernels_because(layers: Collection[LayerPlan]) -> str | None:
         return "Triton kernels compute no compressed attention"
     if (reason := no_choice_kernels_because(layers)) is not None:
         return reason
-    if any(layer.ngrams is not None for layer in layers):
-        return "Triton kernels add no embeddings of n-grams"
     return None

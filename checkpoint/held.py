@@ -301,6 +301,11 @@ def table_bytes(plan: LayerPlan, dtype: DType) -> int:
     return 0 if plan.ngrams is None else plan.ngrams.num_rows * plan.ngrams.head_dim * dtype.size_bytes
 
 
+def stage_table_bytes(config: Blueprint, dtype: DType, layer_begin: int, layer_end: int) -> int:
+    """Size of `table_bytes` of layers [layer_begin, layer_end): memory of the host, also of a GPU's stage."""
+    return sum(table_bytes(plan, dtype) for plan in config.layers[layer_begin:layer_end])
+
+
 def held_expert_bytes(config: Blueprint, layer: int, dtype: DType) -> int:
     """As `expert_weight_bytes`, for experts in the form in which layer number `layer` holds them."""
     held = held_plans(config, layer).items()

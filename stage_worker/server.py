@@ -312,6 +312,7 @@ class Worker:
             rates=None if (rates := self._rates) is None else encode_rates(rates),
             warm_spare_bytes=self._config.warm_spare_bytes or 0,
             memory_domain=self._stage.memory_domain,
+            host_memory_bytes=self._backend.host_memory_bytes,
         )
 
     @property

@@ -139,6 +139,9 @@ class FakeCudaQueue(DeviceQueue):
     def host_memory(self, num_bytes: int) -> HostArray:
         return np.zeros(num_bytes, np.uint8)
 
+    def locked_memory(self, num_bytes: int) -> HostArray:
+        return np.zeros(num_bytes, np.uint8)
+
     def device_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
 

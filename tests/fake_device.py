@@ -53,7 +53,7 @@ class _Ended(Event):
 
 
 class FakeQueue(DeviceQueue):
-    """Downloads end in their order: at once, or by `end_oldest`.
+    """Downloads end in their order: at once, or by `end_oldest`. `refusal` refuses to page-lock memory.
 
     `computation` is queued by a test, and runs late: when uploads wait for it.
     """
@@ -62,11 +62,18 @@ class FakeQueue(DeviceQueue):
         self.is_manual = is_manual
         self.failure: str | None = None
         self.running: deque[_Download] = deque()
-        self.num_uploads = 0
+        self.num_uploads = self.locked_bytes = 0
+        self.refusal = ""
         self.computation: list[Callable[[], None]] = []
         self._started = threading.Semaphore(0)
 
     def host_memory(self, num_bytes: int) -> HostArray:
+        return np.full(num_bytes, GARBAGE, np.uint8)
+
+    def locked_memory(self, num_bytes: int) -> HostArray:
+        if self.refusal:
+            raise OSError(self.refusal)
+        self.locked_bytes += num_bytes
         return np.full(num_bytes, GARBAGE, np.uint8)
 
     def device_memory(self, num_bytes: int) -> Tensor:

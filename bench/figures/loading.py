@@ -89,6 +89,9 @@ class _NoDevice(DeviceCopies):
     def host_memory(self, num_bytes: int) -> HostArray:
         return np.empty(num_bytes, np.uint8)
 
+    def locked_memory(self, num_bytes: int) -> HostArray:
+        return np.empty(num_bytes, np.uint8)
+
     def fence_uploads(self) -> None:
         pass
 

@@ -52,6 +52,7 @@ class WorkerIdentity:
     rates: DeviceRates | None = None
     warm_spare_bytes: int = 0
     memory_domain: str = ""
+    host_memory_bytes: int = 0
 
     @property
     def hosts(self) -> frozenset[str]:

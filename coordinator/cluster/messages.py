@@ -72,6 +72,7 @@ def decode_hello(message: join_pb2.JoinRequest) -> WorkerIdentity:
         rates=rates,
         warm_spare_bytes=hello.warm_spare_bytes,
         memory_domain=hello.memory_domain,
+        host_memory_bytes=hello.host_memory_bytes,
     )
 
 

@@ -298,6 +298,7 @@ def _capacity(record: WorkerRecord) -> WorkerCapacity:
         device=worker.device_kind,
         rates=record.rates,
         memory_domain=worker.memory_domain,
+        host_memory_bytes=worker.host_memory_bytes,
     )
 
 

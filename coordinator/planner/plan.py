@@ -39,6 +39,8 @@ class WorkerCapacity:
     and a CUDA context 300 to 600 MB on the device, before the worker reads its free memory. A device without
     `supports_bf16` emulates bfloat16, slower than float32; with `supports_f16` float16 is as fast there as
     bfloat16 elsewhere. Workers with the same `memory_domain`, which is not empty, share memory on a hop.
+    A GPU reads tables of n-grams in memory of its host, which has `host_memory_bytes` for them (None: no
+    limit).
     """
 
     name: str
@@ -48,6 +50,7 @@ class WorkerCapacity:
     device: DeviceKind = DeviceKind.HOST
     rates: DeviceRates | None = None
     memory_domain: str = ""
+    host_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -83,8 +86,9 @@ class StagePlan:
     `memory_bytes` is the worker's budget. On a GPU, `buffer_bytes` are for copies from and to the host, which
     has `pinned_bytes` outside the budget for them, and `overhead_bytes` are workspaces and graphs.
     `segment_bytes` are memory that the stage shares with a next one on its host: of the host, and on a GPU
-    as much of the GPU. `cost` is the bytes of weights that a decode step reads on this stage, proportional
-    to its time (see `coordinator.planner.stage_memory`). If layers are shared by speed, `rates` are the
+    as much of the GPU. `table_bytes` are tables that a GPU reads on its host, outside the budget. `cost` is
+    the bytes of weights that a decode step reads on this stage, proportional to its time (see
+    `coordinator.planner.stage_memory`). If layers are shared by speed, `rates` are the
     worker's among similar ones, and `step_s` is the time of a decode step by them.
     """
 
@@ -101,14 +105,16 @@ class StagePlan:
     buffer_bytes: int = 0
     overhead_bytes: int = 0
     segment_bytes: int = 0
+    table_bytes: int = 0
     device: DeviceKind = DeviceKind.HOST
     rates: DeviceRates | None = None
     step_s: float | None = None
 
     @property
     def pinned_bytes(self) -> int:
-        """Memory of the host that a GPU copies from and to: twins of its buffers, and what it shares."""
-        return self.buffer_bytes + (0 if self.device is DeviceKind.HOST else self.segment_bytes)
+        """Memory of the host that a GPU accesses: twins of its buffers, what it shares, and tables."""
+        shared = 0 if self.device is DeviceKind.HOST else self.segment_bytes
+        return self.buffer_bytes + shared + self.table_bytes
 
     @property
     def num_layers(self) -> int:

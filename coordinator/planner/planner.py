@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from checkpoint import Blueprint, Compressed, DType, ScaledDType
 from checkpoint.dtypes import OVERFLOWS_F16
-from checkpoint.held import has_held, table_bytes
+from checkpoint.held import has_held, stage_table_bytes, table_bytes
 from checkpoint.implementation import Implementation
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
@@ -27,6 +27,7 @@ from coordinator.planner.plan import (
     StagePlan,
     StepLimits,
     WorkerCapacity,
+    format_layers,
 )
 from coordinator.planner.rates import levelled
 from coordinator.planner.split import Costs, Split, SplitProblem, best_split
@@ -111,9 +112,25 @@ def validate_layers(
     """Raise PlanImpossible if a stage of a given split does not fit its worker."""
     for stage, (worker, layer_range) in enumerate(zip(workers, _layer_ranges(layers), strict=True)):
         role = StageRole.of_stage(stage, len(layers))
+        _check_tables(memory, worker, f"stage {stage} on {worker.name}", *layer_range)
         if _stage_bytes(memory, workers, stage, role, layer_range, num_blocks) > worker.memory_bytes:
             need = _stage_need(memory, workers, stage, layers, num_blocks)
             raise PlanImpossible(f"{need}. {_total_need(memory, workers, num_blocks)}")
+
+
+def _check_tables(memory: StageMemory, worker: WorkerCapacity, place: str, begin: int, end: int) -> None:
+    """Raise PlanImpossible for tables of layers [begin, end) that the worker's host has no memory for.
+
+    `place` names the worker in the message.
+    """
+    tables, room = memory.host_table_bytes(begin, end, worker.device), worker.host_memory_bytes
+    if room is not None and tables > room:
+        found = [layer for layer in range(begin, end) if memory.config.layers[layer].ngrams is not None]
+        raise PlanImpossible(
+            f"{place}: {format_layers(found[0], found[-1] + 1)} need{'s' * (len(found) == 1)}"
+            f" {format_size(tables)} of host memory for tables of n-grams, which a GPU reads there, but the"
+            f" host of {worker.name} has {format_size(room)} ({format_size(tables - room)} too little)"
+        )
 
 
 def _stage_bytes(
@@ -150,17 +167,29 @@ def raise_memory_shortage(
     memory: StageMemory, workers: Sequence[WorkerCapacity], problem: SplitProblem
 ) -> NoReturn:
     """Raise PlanImpossible with the numbers of a split that fills the workers in their given order."""
+    _check_some_host(memory, workers)
     layers = _fill(workers, problem)
     validate_layers(memory, workers, layers, problem.min_blocks)
     raise AssertionError(f"layers {layers} fit, but no split was found")
 
 
+def _check_some_host(memory: StageMemory, workers: Sequence[WorkerCapacity]) -> None:
+    """Raise PlanImpossible for a layer whose tables no worker's host has memory for, if all have GPUs."""
+    rooms = [(worker.host_memory_bytes, worker) for worker in workers]
+    known = [(room, worker) for room, worker in rooms if room is not None]
+    if len(known) < len(workers) or any(worker.device is DeviceKind.HOST for worker in workers):
+        return
+    _, best = max(known, key=lambda pair: pair[0])
+    for layer in range(memory.config.num_layers):
+        _check_tables(memory, best, f"{best.name} with the most host memory", layer, layer + 1)
+
+
 def _fill(workers: Sequence[WorkerCapacity], problem: SplitProblem) -> list[int]:
     """Fill each stage, leaving one range for each later stage; the last stage gets the rest."""
-    cuts, sizes = problem.cuts, problem.layer_bytes(problem.min_blocks)
-    sums = [0, *accumulate(sizes)]
-    used = [0]
+    cuts, used = problem.cuts, [0]
     for stage in range(len(workers) - 1):
+        has_tables = problem.table_room(stage) is None
+        sums = [0, *accumulate(problem.layer_bytes(problem.min_blocks, has_tables=has_tables))]
         begin = used[-1]
         room = problem.room(stage, StageRole.of_stage(stage, len(workers)), problem.min_blocks)
         last = len(cuts) - len(workers) + stage
@@ -180,10 +209,11 @@ def _stage_need(
     buffers = memory.buffer_bytes(role, num_blocks, worker.device)
     buffers += memory.overhead_bytes(role, worker.device)
     shared = _segment_bytes(memory, workers, stage, role)
-    tables = sum(table_bytes(layer, memory.dtype) for layer in memory.config.layers[begin:end])
+    on_host = memory.host_table_bytes(begin, end, worker.device)
+    tables = stage_table_bytes(memory.config, memory.dtype, begin, end) - on_host
     return (
         f"stage {stage} on {worker.name}: {named}"
-        f" {format_size(memory.weight_bytes(role, begin, end))} weights"
+        f" {format_size(memory.weight_bytes(role, begin, end, worker.device))} weights"
         f"{f' ({format_size(tables)} in a table of n-grams, which no cut divides)' if tables else ''}"
         f" + {format_size(memory.activation_bytes(role, num_blocks, worker.device))} activations"
         f"{f' + {format_size(buffers)} buffers and workspaces' if buffers else ''}"
@@ -202,6 +232,8 @@ def _total_need(memory: StageMemory, workers: Sequence[WorkerCapacity], num_bloc
         _stage_bytes(memory, workers, stage, role, (0, 0), num_blocks) for stage, role in enumerate(roles)
     )
     need += sum(memory.layer_bytes) + memory.kv_bytes(0, memory.config.num_layers, num_blocks)
+    if all(worker.device is not DeviceKind.HOST for worker in workers):
+        need -= stage_table_bytes(memory.config, memory.dtype, 0, memory.config.num_layers)
     have = sum(worker.memory_bytes for worker in workers)
     return (
         f"The model needs {format_size(need)} in total on {len(workers)} stages,"
@@ -340,6 +372,8 @@ def _split_problem(
         most = min(most, max_kv_tokens // block_size)
     least = -(-min(limits.max_sequence_tokens, MIN_KV_TOKENS) // block_size)
 
+    tables = tuple(table_bytes(layer, memory.dtype) for layer in memory.config.layers)
+    rooms = (_table_room(worker, sum(tables)) for worker in workers)
     outside_layers = {role: memory.outside_bytes(role) for role in StageRole}
     step_bytes = cache(memory.step_bytes)  # called for every worker and choice of ends
 
@@ -362,7 +396,16 @@ def _split_problem(
         min_blocks=min(least, most),
         max_blocks=most,
         room=room,
+        table_bytes=tables,
+        table_rooms=tuple(rooms) if any(tables) else (),
     )
+
+
+def _table_room(worker: WorkerCapacity, most: int) -> int | None:
+    """Memory for tables beside the budget; None if they are in it, `most` if it is any number."""
+    if worker.device is DeviceKind.HOST:
+        return None
+    return most if worker.host_memory_bytes is None else worker.host_memory_bytes
 
 
 def _rates(workers: Sequence[WorkerCapacity]) -> tuple[DeviceRates | None, ...]:
@@ -411,7 +454,8 @@ def _stage(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split,
         role=role,
         layer_begin=begin,
         layer_end=end,
-        weight_bytes=memory.weight_bytes(role, begin, end),
+        weight_bytes=memory.weight_bytes(role, begin, end, worker.device),
+        table_bytes=memory.host_table_bytes(begin, end, worker.device),
         kv_bytes=memory.kv_bytes(begin, end, split.num_blocks),
         activation_bytes=memory.activation_bytes(role, split.num_blocks, worker.device),
         buffer_bytes=memory.buffer_bytes(role, split.num_blocks, worker.device),

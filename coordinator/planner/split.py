@@ -11,7 +11,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate, pairwise, permutations
+from operator import and_, sub
 
 from wire.ids import StageRole
 
@@ -38,6 +40,9 @@ class SplitProblem:
     `entry_bytes` beside each block without such a limit. A stage may begin with layer 0 or with one of
     `legal_cuts`. `room(worker, role, num_blocks)` is the worker's memory beside layers in bytes. It may be
     negative, and must not grow with num_blocks.
+
+    `table_bytes` are the part of `weight_bytes` in tables. A worker has them in a memory of its own, of
+    `table_rooms` bytes, or with the other weights (None). `table_rooms` is empty for models without tables.
     """
 
     num_workers: int
@@ -50,6 +55,8 @@ class SplitProblem:
     min_blocks: int
     max_blocks: int
     room: Callable[[int, StageRole, int], int]
+    table_bytes: tuple[int, ...] = ()
+    table_rooms: tuple[int | None, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -61,13 +68,18 @@ class SplitProblem:
         """Layers at which a range can begin or end, with both ends of the model."""
         return (0, *sorted(self.legal_cuts), self.num_layers)
 
-    def layer_bytes(self, num_blocks: int) -> list[int]:
-        """Bytes of each layer: weights, and KV of `num_blocks` blocks or fewer."""
+    def table_room(self, worker: int) -> int | None:
+        """Bytes of tables that the worker has beside its memory; None if they are in its memory."""
+        return self.table_rooms[worker] if self.table_rooms else None
+
+    def layer_bytes(self, num_blocks: int, *, has_tables: bool) -> list[int]:
+        """Bytes of each layer: weights, with tables or without, and KV of `num_blocks` blocks or fewer."""
         sizes = zip(self.weight_bytes, self.block_bytes, self.block_limits, self.entry_bytes, strict=True)
-        return [
+        found = [
             weights + min(num_blocks, limit) * block + num_blocks * entries
             for weights, block, limit, entries in sizes
         ]
+        return found if has_tables else list(map(sub, found, self.table_bytes))
 
     def cost_room(self, worker: int, role: StageRole, slowest: int) -> int:
         """Maximum cost of a stage's layers, if its whole cost is at most `slowest`."""
@@ -207,22 +219,19 @@ class _Measure:
 
 
 class _Stage:
-    """A worker in a role, under bounds: which ranges fit it."""
+    """A worker in a role, under bounds: which ranges fit it. A limit is a measure, and the room for it."""
 
-    def __init__(self, costs: _Measure, cost_room: int, memory: _Measure, memory_room: int) -> None:
-        self._costs, self._cost_room = costs, cost_room
-        self._memory, self._memory_room = memory, memory_room
-        self._small = costs.small(cost_room) & memory.small(memory_room)
+    def __init__(self, *limits: tuple[_Measure, int]) -> None:
+        self._limits = limits
+        self._small = reduce(and_, (measure.small(room) for measure, room in limits))
 
     def furthest(self, begin: int) -> int:
         """The last cut to which a range from `begin` fits, at most `begin` if none does."""
-        in_time = self._costs.furthest(begin, self._cost_room)
-        return min(in_time, self._memory.furthest(begin, self._memory_room))
+        return min(measure.furthest(begin, room) for measure, room in self._limits)
 
     def nearest(self, end: int) -> int:
         """The first cut from which a range to `end` fits, at least `end` if none does."""
-        in_time = self._costs.nearest(end, self._cost_room)
-        return max(in_time, self._memory.nearest(end, self._memory_room))
+        return max(measure.nearest(end, room) for measure, room in self._limits)
 
     def ends(self, begins: int) -> int:
         """Every cut at which a range that fits and begins at one of `begins` can end."""
@@ -264,7 +273,11 @@ class _Reach:
         self._problem = problem
         self._bounds = bounds
         self._costs = problem.measures()
-        self._memory = _Measure(problem.layer_bytes(bounds.num_blocks), problem.cuts)
+        self._memory = {
+            has_tables: _Measure(problem.layer_bytes(bounds.num_blocks, has_tables=has_tables), problem.cuts)
+            for has_tables in {problem.table_room(worker) is None for worker in range(problem.num_workers)}
+        }
+        self._tables = _Measure(problem.table_bytes or [0] * problem.num_layers, problem.cuts)
         self._stages: dict[tuple[int, StageRole], _Stage] = {}
         self._after: dict[int, list[int]] = {}
         self._before: dict[int, list[int]] = {}
@@ -294,7 +307,9 @@ class _Reach:
         if found is None:
             cost_room = self._problem.cost_room(worker, role, self._bounds.slowest)
             memory_room = self._problem.room(worker, role, self._bounds.num_blocks)
-            found = _Stage(self._costs[worker], cost_room, self._memory, memory_room)
+            table_room = self._problem.table_room(worker)
+            limits = (self._costs[worker], cost_room), (self._memory[table_room is None], memory_room)
+            found = _Stage(*limits) if table_room is None else _Stage(*limits, (self._tables, table_room))
             self._stages[worker, role] = found
         return found
 

@@ -98,7 +98,7 @@ from checkpoint import (
 from checkpoint.block_indexer import BlockIndexer
 from checkpoint.choices import no_choice_kernels_because, top_k_of
 from checkpoint.devices import no_kernels_because
-from checkpoint.held import table_bytes
+from checkpoint.held import stage_table_bytes, table_bytes
 from checkpoint.implementation import Implementation
 from checkpoint.step_graphs import graph_bytes
 from checkpoint.step_sizes import (
@@ -247,9 +247,19 @@ class StageMemory:
             sum(self.layer_bytes[layer_begin:layer_end]) - unread + (self.head_cost if role.has_head else 0)
         )
 
-    def weight_bytes(self, role: StageRole, layer_begin: int, layer_end: int) -> int:
-        """Weights of a stage: its layers, and the embeddings and head of its role."""
-        return self.outside_bytes(role) + sum(self.layer_bytes[layer_begin:layer_end])
+    def weight_bytes(
+        self, role: StageRole, layer_begin: int, layer_end: int, device: DeviceKind = DeviceKind.HOST
+    ) -> int:
+        """Weights of a stage on its device: its layers, and the embeddings and head of its role."""
+        weights = self.outside_bytes(role) + sum(self.layer_bytes[layer_begin:layer_end])
+        return weights - self.host_table_bytes(layer_begin, layer_end, device)
+
+    def host_table_bytes(self, layer_begin: int, layer_end: int, device: DeviceKind) -> int:
+        """Tables of a stage's layers that a GPU reads on its host; 0 on a CPU, where they are weights."""
+        if device is DeviceKind.HOST:
+            return 0
+        found: int = stage_table_bytes(self.config, self.dtype, layer_begin, layer_end)
+        return found
 
     def outside_bytes(self, role: StageRole) -> int:
         """Weights of a role besides its layers. FIRST and LAST both hold tied embeddings, ONLY once."""
@@ -452,7 +462,7 @@ class StageMemory:
         device: DeviceKind = DeviceKind.HOST,
     ) -> int:
         """Weights, KV pages, activations, buffers and workspaces of a stage."""
-        weights = self.weight_bytes(role, layer_begin, layer_end)
+        weights = self.weight_bytes(role, layer_begin, layer_end, device)
         kv = self.kv_bytes(layer_begin, layer_end, num_blocks)
         return weights + kv + self.step_bytes(role, num_blocks, device)
 

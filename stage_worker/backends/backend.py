@@ -131,6 +131,11 @@ class StageBackend(ABC):
     """Budget for weights, KV pages and activations."""
 
     @property
+    def host_memory_bytes(self) -> int:
+        """Memory of a GPU's host for tables that the GPU reads there."""
+        return 0
+
+    @property
     def is_mock(self) -> bool:
         """Steps take simulated time without computing."""
         return False

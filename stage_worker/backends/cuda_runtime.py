@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import mmap
 import secrets
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stage_worker.backends.contract import DeviceError
 from stage_worker.backends.hop_memory import DeviceMappings
+from stage_worker.model.attention_views import HostArray
 from stage_worker.model.checksums import Checksum
 from wire.staging import WORD_BYTES
+
+log = logging.getLogger(__name__)
 
 HANDLE_BYTES = 64
 PROOF_BYTES = 1 << 16
@@ -24,6 +31,8 @@ _PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess."""
 _BY_ADDRESS = 4
 """cudaMemcpyDefault."""
+_FOR_ALL_CONTEXTS, _MAPPED = 1, 2
+"""cudaHostRegisterPortable and cudaHostRegisterMapped."""
 _LIBRARIES = {"libcudart": "cuda", "libamdhip64": "hip"}
 """Begin of the library's file name, and of its functions."""
 _MAPS = Path("/proc/self/maps")
@@ -82,6 +91,28 @@ def _loaded_runtime() -> tuple[str, str]:
             if name.startswith(begin) and ".so" in name:
                 return line[line.index("/") :], prefix
     raise OSError("torch has loaded no CUDA or HIP runtime library")
+
+
+def locked_memory(num_bytes: int) -> HostArray:
+    """Page-locked memory uint8 [num_bytes] in the device's address space, unlocked before it is freed.
+
+    Raises OSError with the driver's text, or the system's.
+    """
+    memory: HostArray = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    address = memory.ctypes.data
+    device_runtime().call(
+        "HostRegister",
+        *(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(_FOR_ALL_CONTEXTS | _MAPPED)),
+    )
+    weakref.finalize(memory, _unlock, address).atexit = False
+    return memory
+
+
+def _unlock(address: int) -> None:
+    try:
+        device_runtime().call("HostUnregister", ctypes.c_void_p(address))
+    except OSError as error:  # of a device that has failed: the process ends
+        log.warning("memory of the host stays page-locked: %s", error)
 
 
 class CudaMappings(DeviceMappings):

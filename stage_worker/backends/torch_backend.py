@@ -31,6 +31,7 @@ from stage_worker.backends.torch_device import (
     parse_device,
     prepare_process,
     prepare_thread,
+    table_memory_bytes,
 )
 from stage_worker.backends.transfers import CudaPageLocks
 from stage_worker.config import AUTO, WorkerConfig
@@ -72,8 +73,7 @@ class TorchBackend(StageBackend):
         """
         self._claims = _claims(config)
         device = _prepared_device(config, self._claims)
-        self.device = str(device)
-        self._rates = _measured_rates(config, device)
+        self.device, self._rates = str(device), _measured_rates(config, device)
         self.memory_bytes = config.memory_bytes or default_memory_bytes(device)
         self._warm_bytes = config.warm_spare_bytes
         if self._warm_bytes is not None:
@@ -93,6 +93,7 @@ class TorchBackend(StageBackend):
             step_timeout_s=config.step_timeout_s,
             remote=self._remote,
             pinned_limit_bytes=0 if self._warm_bytes is None else default_memory_bytes(CPU),
+            host_memory_bytes=table_memory_bytes(device),
         )
         self._cache, self._pinned_bytes = StageCache(), 0
         self._watchdog = StepWatchdog(config.step_timeout_s, self._fail)
@@ -105,6 +106,10 @@ class TorchBackend(StageBackend):
         )
         self._references = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
         self._prefetches = ComputeThread(on_start=yield_to_others)
+
+    @property
+    def host_memory_bytes(self) -> int:
+        return self._resources.host_memory_bytes
 
     @property
     def supports_bf16(self) -> bool:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 CUDA_SHARE = 0.9
 CPU_SHARE = 0.5
+TABLE_SHARE = 0.9
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 _PCI_FIELDS = ("pci_domain_id", "pci_bus_id", "pci_device_id")
 RATE_BUDGET_S = 0.3
@@ -157,6 +158,13 @@ def default_memory_bytes(device: torch.device) -> int:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return int(free_bytes * CUDA_SHARE)
     return int(psutil.virtual_memory().available * CPU_SHARE)
+
+
+def table_memory_bytes(device: torch.device) -> int:
+    """Memory of a GPU's host for tables that the GPU reads there, 90 % of the available RAM; 0 for a CPU,
+    whose budget has them.
+    """
+    return int(psutil.virtual_memory().available * TABLE_SHARE) if device.type == "cuda" else 0
 
 
 class DeviceMeter(ABC):

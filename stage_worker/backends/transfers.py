@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from stage_worker.backends.contract import DeviceHung
-from stage_worker.backends.cuda_runtime import device_runtime
+from stage_worker.backends.cuda_runtime import device_runtime, locked_memory
 from stage_worker.backends.hop_memory import HopMemory, PageLocks
 from stage_worker.backends.torch_device import prepare_thread
 from stage_worker.model.attention_views import HostArray, Place
@@ -222,6 +222,10 @@ class DeviceQueue(ABC):
         """Pinned memory uint8 [num_bytes]."""
 
     @abstractmethod
+    def locked_memory(self, num_bytes: int) -> HostArray:
+        """Page-locked memory uint8 [num_bytes], which kernels read from, too. Raises OSError."""
+
+    @abstractmethod
     def device_memory(self, num_bytes: int) -> Tensor:
         """Memory of the device, uint8 [num_bytes]."""
 
@@ -264,6 +268,9 @@ class CudaQueue(DeviceQueue):
     def host_memory(self, num_bytes: int) -> HostArray:
         memory: HostArray = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
         return memory
+
+    def locked_memory(self, num_bytes: int) -> HostArray:
+        return locked_memory(num_bytes)
 
     def device_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

@@ -153,7 +153,8 @@ class WorkerResources:
     `remote` has the cache of remote models. `meter` reads the memory of a GPU; a host has none of its own.
     `hop_memory` has what a GPU copies from and to without a buffer.
     Weights are copied to the device by what `new_copies` returns. A spare on a GPU keeps up to
-    `pinned_limit_bytes` of its weights in pinned memory.
+    `pinned_limit_bytes` of its weights in pinned memory. Tables that a GPU reads on its host may take
+    `host_memory_bytes`, which a CPU has none of beside its budget.
     """
 
     device: torch.device
@@ -167,6 +168,7 @@ class WorkerResources:
     hop_memory: HopMemory | None = None
     new_copies: Callable[[torch.device], DeviceQueue | None] = new_queue
     pinned_limit_bytes: int = 0
+    host_memory_bytes: int = 0
 
     def directory(self, coordinators: str) -> Path:
         """The local model directory; `coordinators` is the coordinator's path, "" for the built-in model."""
@@ -296,7 +298,7 @@ def _load(
         kernels_detail=str(model.kernels),
         source=_source(model, checkpoint, cache),
         fetched_bytes=files.fetched_bytes,
-        pinned_bytes=_staging_bytes(assignment, checkpoint.config, resources.device),
+        pinned_bytes=_staging_bytes(assignment, checkpoint.config, resources.device) + model.table_bytes,
         largest_step_bytes=largest_step_bytes,
         read_ms=read_ms,
     )
@@ -457,6 +459,14 @@ def _check_memory(
     assignment: Assignment, resources: WorkerResources, model: PipelineStage, *, kv_bytes: int
 ) -> None:
     weight_bytes = model.weight_bytes
+    if model.table_bytes > resources.host_memory_bytes:
+        raise StageLoadError(
+            f"layers [{assignment.layer_begin}, {assignment.layer_end}) have {model.table_bytes} bytes"
+            f" ({format_size(model.table_bytes)}) of tables of n-grams, which {resources.device} reads in"
+            f" memory of the host; this worker may use {resources.host_memory_bytes} of it"
+            f" ({format_size(resources.host_memory_bytes)}), 90 % of what was available at its start: use a"
+            " host with more memory"
+        )
     staging_bytes = _staging_bytes(assignment, model.config, resources.device)
     needed = weight_bytes + kv_bytes + staging_bytes
     if needed > resources.memory_bytes:

@@ -55,12 +55,23 @@ from stage_worker.model.held_matrices import (
 )
 from stage_worker.model.norms import NormWeights
 from stage_worker.model.projections import Weight
+from stage_worker.model.weight_reads import HostTable
 
 TORCH_DTYPES = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.F32: torch.float32}
 
 
-Destinations = dict[str, Tensor | HeldRows]
-"""Checkpoint tensor name -> contiguous view, or rows of a held matrix, that it is loaded into."""
+Destinations = dict[str, Tensor | HeldRows | HostTable]
+"""Checkpoint tensor name -> contiguous view, or rows of a held matrix or of a table on the host, that it is
+loaded into.
+"""
+
+NewTable = Callable[[torch.dtype, int, int], HostTable | None]
+"""A table of a dtype, rows and a width in memory of the host; None where all weights are."""
+
+
+def no_table(dtype: torch.dtype, num_rows: int, width: int) -> None:
+    """All weights are in one memory."""
+
 
 NewTensor = Callable[..., Tensor]
 """Allocates an uninitialised tensor of the given sizes, in the run dtype on the stage's device."""
@@ -237,14 +248,14 @@ StreamTensors = Mapping[str, Tensor]
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class NgramWeights:
     """Embeddings of n-grams. `multipliers` [size], `sizes` and `offsets` [heads] are int64; `table` is [rows,
-    head_dim], `key` [channels, width], `value` [hidden_size, width], `conv` [channels, 1, kernel_size]; the
-    norms are [channels].
+    head_dim], of a GPU on its host, `key` [channels, width], `value` [hidden_size, width], `conv` [channels,
+    1, kernel_size]; the norms are [channels].
     """
 
     multipliers: Tensor
     sizes: Tensor
     offsets: Tensor
-    table: Tensor
+    table: Tensor | HostTable
     key: Weight
     value: Weight
     key_norm: Tensor
@@ -283,9 +294,11 @@ _NORMS = (
 )
 
 
-def allocate_layer(config: Blueprint, layer: int, new: NewTensor) -> tuple[LayerWeights, Destinations]:
+def allocate_layer(
+    config: Blueprint, layer: int, new: NewTensor, new_table: NewTable = no_table
+) -> tuple[LayerWeights, Destinations]:
     """Allocate uninitialised weights of layer number `layer`, and their destinations."""
-    tensors = _Allocation(config, layer, new)
+    tensors = _Allocation(config, layer, new, new_table)
     mixer, has_beside = config.layers[layer].mixer, config.layers[layer].beside is not None
     out_role = TensorRole.STATE_OUT if isinstance(mixer, Recurrent) else TensorRole.O
     weights = LayerWeights(
@@ -440,7 +453,7 @@ def _ngrams(tensors: _Allocation) -> NgramWeights:
         multipliers=tensors.found(TensorRole.NGRAM_HASH, MULTIPLIERS_KIND),
         sizes=tensors.found(TensorRole.NGRAM_HASH, SIZES_KIND),
         offsets=tensors.found(TensorRole.NGRAM_HASH, OFFSETS_KIND),
-        table=tensors.found(TensorRole.NGRAM_TABLE, "weight"),
+        table=tensors.table(),
         key=tensors.matrix(TensorRole.NGRAM_KEY),
         value=tensors.matrix(TensorRole.NGRAM_VALUE),
         key_norm=tensors.found(TensorRole.NGRAM_KEY_NORM, "weight"),
@@ -462,7 +475,9 @@ def _dense(tensors: _Allocation, up: TensorRole, down: TensorRole) -> DenseWeigh
 class _Allocation:
     """Tensors and held matrices of a layer; the parts of a stacked one are views of it."""
 
-    def __init__(self, config: Blueprint, layer: int, new: NewTensor) -> None:
+    def __init__(self, config: Blueprint, layer: int, new: NewTensor, new_table: NewTable) -> None:
+        self._new_table = new_table
+        self._table: HostTable | None = None
         self._tensors = layer_tensors(config, layer)
         self._new, self._shapes = new, role_shapes(config.hidden_size, config.layers[layer])
         self._wide = _wide_roles(config.layers[layer])
@@ -484,8 +499,12 @@ class _Allocation:
         axis = row_axis(role)
         sizes = [shapes[part, kind][axis] for part in parts]
         into: Weight
+        if role is TensorRole.NGRAM_TABLE:
+            self._table = self._new_table(self._new(0).dtype, *shapes[role, kind])
         if matrix is not None:
             into = matrix
+        elif role is TensorRole.NGRAM_TABLE and self._table is not None:
+            into = self._table.rows
         else:
             into = self._new(*shapes[role, kind][:axis], sum(sizes), *shapes[role, kind][axis + 1 :])
             if role is TensorRole.HASH_TABLE:
@@ -520,10 +539,14 @@ class _Allocation:
         assert tensor is not None, f"a layer without {role.value}"
         return tensor
 
+    def table(self) -> Tensor | HostTable:
+        """The table of n-grams."""
+        return self._table or self.found(TensorRole.NGRAM_TABLE, "weight")
+
     def destinations(self) -> Destinations:
         return {tensor.name: self._destination(tensor) for tensor in self._tensors}
 
-    def _destination(self, tensor: LayerTensor) -> Tensor | HeldRows:
+    def _destination(self, tensor: LayerTensor) -> Tensor | HeldRows | HostTable:
         found = [self._places[role, tensor.kind] for role in tensor.roles]
         (into, begin, _), (last, _, end) = found[0], found[-1]
         if not isinstance(into, Tensor):
@@ -545,7 +568,8 @@ class _Allocation:
             place = place[None]
         is_whole = is_one and place.shape == tensor.shape and place.is_contiguous()
         assert is_whole, f"{tensor.name} is scattered"
-        return place
+        is_table = tensor.roles == (TensorRole.NGRAM_TABLE,)
+        return HostTable(place) if is_table and self._table is not None else place
 
 
 def _wide_roles(plan: LayerPlan) -> tuple[TensorRole, ...]:

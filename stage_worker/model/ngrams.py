@@ -7,6 +7,8 @@ any stage. Hashes are int64, all else in the run dtype with norms in float32, as
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from stage_worker.model.operations import NgramFunction, Operations
 from stage_worker.model.projections import project
 from stage_worker.model.state_rows import StateRows
 from stage_worker.model.step_layout import LayerStates
+from stage_worker.model.weight_reads import HostTable
 
 LEAST_GATE = 1e-6
 """Before the root: the least distance of a gate's argument from 0, unless it is 0."""
@@ -43,7 +46,7 @@ class NgramLookup:
     """Rows of a table by the hashes of n-grams."""
 
     def __init__(self, plan: NgramEmbedding, weights: NgramWeights) -> None:
-        self._plan, self._table = plan, weights.table
+        self._plan, self._rows = plan, _rows_of(weights.table)
         self._multipliers, self._sizes, self._offsets = weights.multipliers, weights.sizes, weights.offsets
 
     def __call__(self, tokens: Tensor, before: Tensor) -> Tensor:
@@ -58,7 +61,19 @@ class NgramLookup:
         for distance, of_heads in enumerate(sizes, start=1):
             mixed = mixed ^ (context[:, distance - 1] * self._multipliers[distance])
             rows.append(torch.remainder(mixed[:, None], of_heads))
-        return embedding(torch.cat(rows, dim=1) + self._offsets, self._table).flatten(1)
+        return self._rows(torch.cat(rows, dim=1) + self._offsets).flatten(1)
+
+
+def _rows_of(table: Tensor | HostTable) -> Callable[[Tensor], Tensor]:
+    """Rows [..., head_dim] of `table` by their numbers int64 [...]."""
+    if isinstance(table, HostTable):
+        return partial(_copied_rows, table.rows)
+    return partial(embedding, weight=table)
+
+
+def _copied_rows(table: Tensor, numbers: Tensor) -> Tensor:
+    """Looked up on the host, which waits for the device."""
+    return embedding(numbers.cpu(), table).to(numbers.device)
 
 
 def tokens_before(tokens: Tensor, rows: StateRows, kept: Tensor, separator: int) -> Tensor:

@@ -264,7 +264,7 @@ class PartReader:
         return self._tensor(name, progress, self._config.vocab_size, self._config.hidden_size)
 
     def _layer(self, layer: int, progress: ReadProgress) -> LayerWeights:
-        weights, destinations = allocate_layer(self._config, layer, self._new)
+        weights, destinations = allocate_layer(self._config, layer, self._new, self._reads.new_table)
         load_tensors(self._checkpoint, destinations, reads=self._reads, progress=progress)
         arrange_stacks(self._config, layer, destinations)
         scale_rows(self._config, layer, destinations)

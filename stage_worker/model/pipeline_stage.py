@@ -23,6 +23,7 @@ from checkpoint import (
 from checkpoint.boundary import HIDDEN_STATES
 from checkpoint.choices import top_k_of
 from checkpoint.compressed import Compressed, compressors_of, has_entries
+from checkpoint.held import stage_table_bytes
 from checkpoint.implementation import Implementation
 from kvcache import group_windows
 from stage_worker.model.attention_views import Place, ViewRules
@@ -98,9 +99,18 @@ class PipelineStage(ABC):
             raise ValueError(f"{', '.join(names)} cross a cut, layers compute {', '.join(self.CARRIED)}")
 
     @property
+    def table_bytes(self) -> int:
+        """Bytes of the stage's tables that are on the host for a GPU; 0 for a CPU, where they are weights."""
+        if self.device.type == "cpu":
+            return 0
+        return stage_table_bytes(self.config, self.dtype, self.layers.start, self.layers.stop)
+
+    @property
     def weight_bytes(self) -> int:
-        """Bytes of the stage's weights in the run dtype; a tied head beside its embeddings counts once."""
-        return stage_weight_bytes(
+        """Bytes of the stage's weights in the run dtype on its device; a tied head beside its embeddings
+        counts once.
+        """
+        whole = stage_weight_bytes(
             self.config,
             self.dtype,
             self.layers.start,
@@ -108,6 +118,7 @@ class PipelineStage(ABC):
             has_embeddings=self.has_embeddings,
             has_head=self.has_head,
         )
+        return whole - self.table_bytes
 
     @property
     def samples_by_kernels(self) -> bool:

@@ -21,6 +21,7 @@ from stage_worker.model.layer_weights import (
 )
 from stage_worker.model.projections import Weight
 from stage_worker.model.rope import head_order, index_rope
+from stage_worker.model.weight_reads import HostTable
 
 
 def arrange_stacks(config: Blueprint, layer: int, destinations: Destinations) -> None:
@@ -39,11 +40,12 @@ def arrange_stacks(config: Blueprint, layer: int, destinations: Destinations) ->
             stored.copy_(ordered.reshape(stored.shape).clone())
 
 
-def _matrices(stack: Tensor | HeldRows) -> Iterator[Tensor]:
+def _matrices(stack: Tensor | HeldRows | HostTable) -> Iterator[Tensor]:
     """The matrix or the bias of each expert; of a held one, all that belongs to its rows."""
     if isinstance(stack, Tensor):
         yield from stack
         return
+    assert isinstance(stack, HeldRows), "tables are in the order of files"
     for part in stack.matrix.by_row():
         yield from torch.unflatten(part, 0, (stack.matrix.plan.experts, -1))
 

@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from wire.sizes import format_size
+
 P = ParamSpec("P")
 HostBytes = npt.NDArray[np.uint8]
 
@@ -37,6 +39,11 @@ class DeviceCopies(Protocol):
     def host_memory(self, num_bytes: int) -> HostBytes:
         """Pinned memory uint8 [num_bytes]."""
 
+    def locked_memory(self, num_bytes: int) -> HostBytes:
+        """Page-locked memory uint8 [num_bytes] that kernels of the device read from, too: not a byte more,
+        where allocators of pinned memory take up to twice as much. Raises OSError with the reason.
+        """
+
     def fence_uploads(self) -> None:
         """Start later uploads after the computation so far, which may still use the memory of their targets:
         allocators reuse memory in the order of computation, and copies have another.
@@ -46,13 +53,23 @@ class DeviceCopies(Protocol):
         """Copy `source` to `target`, both uint8, before later computation."""
 
 
+class HostTable:
+    """A table [rows, width] in page-locked memory of the host, of which a GPU reads some in each step."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPiece:
     """A part of a tensor in memory, and `num_bytes` of the checkpoint that it is read from.
 
     `fill` writes the values into host memory of the shape and dtype of `target`: on a reader, or on the
     thread of the load if `is_unpacked`, since what a thread allocates stays with its arena. It is not called
-    for a piece whose bytes are `pinned` memory already.
+    for a piece whose bytes are `pinned` memory already. A target `is_on_host` is filled where it is, also
+    among those of a device.
     """
 
     target: Tensor
@@ -60,6 +77,7 @@ class WeightPiece:
     num_bytes: int
     is_unpacked: bool = False
     pinned: HostBytes | None = None
+    is_on_host: bool = False
 
 
 @dataclass(slots=True)
@@ -126,6 +144,23 @@ class WeightReads:
         self._readers.shutdown(cancel_futures=True)
         self._free.clear()
 
+    def new_table(self, dtype: torch.dtype, num_rows: int, width: int) -> HostTable | None:
+        """An uninitialised table; None for a CPU, whose weights are all on the host.
+
+        Raises OSError with its size and the reason.
+        """
+        if self._copies is None:
+            return None
+        num_bytes = num_rows * width * dtype.itemsize
+        try:
+            memory = self._copies.locked_memory(num_bytes)
+        except OSError as error:
+            raise OSError(
+                f"cannot page-lock {format_size(num_bytes)} of host memory for a table of {num_rows} rows,"
+                f" which the GPU reads there: {error}"
+            ) from error
+        return HostTable(torch.from_numpy(memory).view(dtype).view(num_rows, width))
+
     def copy(self, pieces: Iterable[WeightPiece]) -> Generator[int, None, None]:
         """Fill the targets, in their order on a device; yield the bytes of each piece that was read.
 
@@ -153,7 +188,7 @@ class WeightReads:
             self._direct.popleft().synchronize()
 
     def _begin(self, piece: WeightPiece) -> _Read:
-        if self._copies is None:
+        if self._copies is None or piece.is_on_host:
             assert piece.target.device.type == "cpu", "weights reach a device by copies"
             return _Read(piece, self._run(piece, _fill, piece))
         if piece.pinned is not None:

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from math import isfinite, prod
@@ -26,7 +27,7 @@ from checkpoint import BadHeader, Checkpoint, CheckpointNotFound, DType, TensorE
 from checkpoint.quantization import PackedMatrix, StoredPart
 from stage_worker.model.held_matrices import HeldLoad, HeldRows, held_load
 from stage_worker.model.unpack import STORED_TORCH_DTYPES, ReadElements, Tile, num_rows, tiles, unpack
-from stage_worker.model.weight_reads import WINDOW_BYTES, WeightPiece, WeightReads
+from stage_worker.model.weight_reads import WINDOW_BYTES, HostTable, WeightPiece, WeightReads
 
 UNPACKING_WINDOWS = 8
 """Windows whose memory one piece of a quantised matrix takes while it is unpacked; fewer are slower."""
@@ -56,14 +57,14 @@ NO_PROGRESS: ReadProgress = _NoProgress()
 @torch.inference_mode()
 def load_tensors(
     checkpoint: Checkpoint,
-    destinations: Mapping[str, Tensor | HeldRows],
+    destinations: Mapping[str, Tensor | HeldRows | HostTable],
     *,
     reads: WeightReads | None = None,
     window_bytes: int = WINDOW_BYTES,
     progress: ReadProgress = NO_PROGRESS,
 ) -> None:
     """Fill each destination: contiguous, in the shape of the checkpoint's tensor of that name, any dtype; or
-    rows of a matrix that stays as it is stored.
+    rows of a matrix that stays as it is stored, or of a table that stays on the host.
 
     `reads` has the threads, and windows for destinations on a device; None reads here, for a CPU, in pieces
     of `window_bytes`. Files are read in order of position, then matrices that stay as they are. `progress` is
@@ -81,7 +82,7 @@ def load_tensors(
         pieces = (
             piece
             for name in order
-            if isinstance(destination := destinations[name], Tensor)
+            if not isinstance(destination := destinations[name], HeldRows)
             for piece in _pieces(checkpoint, files, name, destination, window_bytes=window_bytes)
         )
         _fill(pieces, reads, progress)
@@ -211,8 +212,11 @@ class _Files:
 
 
 def _pieces(
-    checkpoint: Checkpoint, files: _Files, name: str, destination: Tensor, *, window_bytes: int
+    checkpoint: Checkpoint, files: _Files, name: str, destination: Tensor | HostTable, *, window_bytes: int
 ) -> Iterator[WeightPiece]:
+    if isinstance(destination, HostTable):
+        pieces = _pieces(checkpoint, files, name, destination.rows, window_bytes=window_bytes)
+        return (replace(piece, is_on_host=True) for piece in pieces)
     shape = checkpoint.shape_of(name)
     assert tuple(destination.shape) == shape, f"{name}: {tuple(destination.shape)} for {shape}"
     make = _packed_pieces if name in checkpoint.packed else _plain_pieces

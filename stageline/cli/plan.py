@@ -98,9 +98,16 @@ def _of_gpus(plan: Plan) -> list[str]:
         format_size(max(getattr(stage, name) for stage in plan.stages))
         for name in ("buffer_bytes", "overhead_bytes")
     )
+    tables = [
+        f"{stage.worker} reads {format_size(stage.table_bytes)} of tables of n-grams in page-locked memory of"
+        " its host."
+        for stage in plan.stages
+        if stage.table_bytes
+    ]
     return [
         f"Activations include up to {buffers} of buffers for copies, which the host pins as much memory for,"
-        f" and {overhead} of workspaces and CUDA graphs of a GPU."
+        f" and {overhead} of workspaces and CUDA graphs of a GPU.",
+        *tables,
     ]
 
 
@@ -164,6 +171,7 @@ def _stage_facts(stage: StagePlan) -> dict[str, object]:
         "activation_bytes": stage.activation_bytes,
         "buffer_bytes": stage.buffer_bytes,
         "overhead_bytes": stage.overhead_bytes,
+        "table_bytes": stage.table_bytes,
         "pinned_bytes": stage.pinned_bytes,
         "total_bytes": stage.total_bytes,
         "free_bytes": stage.free_bytes,

@@ -24,6 +24,7 @@ from stage_worker.model.step_layout import LayerStates
 from stage_worker.model.triton_kernels.convolution import add_convolved
 from stage_worker.model.triton_kernels.launch import Launch, padded
 from stage_worker.model.triton_kernels.norms import normed
+from stage_worker.model.weight_reads import HostTable
 
 _SEQUENCES = 128
 """Sequences among which a program looks for that of its row, at a time."""
@@ -186,10 +187,11 @@ def looked_up(
     """Rows of all heads side by side, [n, width], of `tokens` int64 [n], after the ids `kept` float32
     [num_states, size - 1] of each slot, less the separator. Rows that no sequence has are zeros.
 
-    The table may be page-locked memory of the host.
+    The kernel reads a `HostTable` where it is: the driver maps page-locked memory to the device.
     """
     assert rows.sequences is not None, "slices of torch's operators"
-    found = weights.table.new_empty(len(tokens), plan.width, device=tokens.device)
+    table = weights.table.rows if isinstance(weights.table, HostTable) else weights.table
+    found = table.new_empty(len(tokens), plan.width, device=tokens.device)
     columns, heads = padded(plan.head_dim), padded(plan.num_heads)
     constants = {
         "SIZE": plan.size,
@@ -203,7 +205,7 @@ def looked_up(
     }
     Launch(lookup_kernel, (len(tokens),), constants, max(1, min(8, heads * columns // 512)))(
         *(tokens, kept, rows.sequences, len(rows.sequences), weights.multipliers, weights.sizes),
-        *(weights.offsets, weights.table, plan.separator, found),
+        *(weights.offsets, table, plan.separator, found),
     )
     return found
 

@@ -18,7 +18,7 @@ from checkpoint import Checkpoint
 from kvcache import KvGroup, KvWindow
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
-from stage_worker.model import block_indexer, compressed_attention, experts, row_orders
+from stage_worker.model import block_indexer, compressed_attention, experts, row_orders, weight_reads
 from tests.fake_cuda import DEVICE, FakeCudaQueue, fake_cuda
 from tests.families import make_family
 from tests.integration.stage_bench import GREEDY, NUM_BLOCKS, Log, hidden_for, new_assignment
@@ -53,6 +53,7 @@ def loaded(assignment: Assignment, **options: Any) -> StepExecutor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "__int__", lambda _: 1)
         patch.setattr(row_orders, "head_order", lambda *_: None)
+        patch.setattr(weight_reads, "_fill", lambda _: None)  # tables on the host have no data here
         return staged_executor(assignment, FakeCudaQueue(), DEVICE, **options)
 
 
@@ -78,13 +79,15 @@ def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torchs_operators_compute_a_step_between_one_copy_up_and_one_back(
     family: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And one more of each for the layer with n-grams, whose table is on the host."""
     without_waiting(monkeypatch)
     assignment = assigned(tmp_path, family, stage)
     frames = frames_of(assignment, family)
+    expected = (2, 2) if family == "qwen4_exp_text" else (1, 1)
     with fake_cuda() as copies:
         executor = loaded(assignment)
         executor.begin_epoch(1, stage=stage)
         for kind, frame in frames:
             copies.counts.clear()
             executor.run(frame)
-            assert (copies.counts["up"], copies.counts["down"]) == (1, 1), kind
+            assert (copies.counts["up"], copies.counts["down"]) == expected, kind

@@ -17,7 +17,7 @@ from coordinator.model import open_model
 from coordinator.planner.layer_kinds import layer_kinds
 from coordinator.planner.planner import plan_for
 from stageline.cli import main
-from stageline.cli.plan import parse_workers, plan_view
+from stageline.cli.plan import parse_workers, plan_json, plan_view
 from tests.checkpoints import make_checkpoint
 from tests.families import make_family
 from tests.gguf_files import quantised, write_gguf
@@ -97,6 +97,18 @@ def test_gpus_have_buffers_and_workspaces(capsys: Captured, monkeypatch: pytest.
         r"Activations include up to \S+ MiB of buffers .* and 487.6 MiB of workspaces and CUDA graphs .*",
         note,
     )
+
+
+def test_tables_on_the_host_of_a_gpu_are_named(capsys: Captured) -> None:
+    config = CoordinatorConfig(num_stages=1)
+    model = open_model(config)
+    plan = plan_for(config, model, parse_workers("1GiB", gpus=True))
+    with_table = replace(plan, stages=(replace(plan.stages[0], table_bytes=3 << 30),))
+    Console(width=200).print(plan_view(with_table, model, layer_kinds(model.config, plan)))
+    line = "worker-0 reads 3.0 GiB of tables of n-grams in page-locked memory of its host."
+    assert line in capsys.readouterr().out
+    (stage,) = json.loads(plan_json(with_table, model, layer_kinds(model.config, plan)))["stages"]
+    assert stage["table_bytes"] == 3 << 30 and stage["pinned_bytes"] == stage["buffer_bytes"] + (3 << 30)
 
 
 def test_given_rates_share_the_layers(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,6 +269,7 @@ class WorkerHello(_message.Message):
     RATES_FIELD_NUMBER: _builtins.int
     WARM_SPARE_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_DOMAIN_FIELD_NUMBER: _builtins.int
+    HOST_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     name: _builtins.str
     """Stable name of the worker, unique in the cluster."""
@@ -298,6 +299,8 @@ class WorkerHello(_message.Message):
     """Memory for weights that the worker keeps while it has no stage, see `PrefetchWeights`; 0: none."""
     memory_domain: _builtins.str
     """The same for workers that can share memory; empty for a worker that shares none."""
+    host_memory_bytes: _builtins.int
+    """Memory of a GPU's host for tables of n-grams, which the GPU reads there, beside `memory_bytes`; 0 of a CPU."""
     @_builtins.property
     def gpu(self) -> _cluster_pb2.Gpu:
         """Unset for a CPU and a mock."""
@@ -327,10 +330,11 @@ class WorkerHello(_message.Message):
         rates: _cluster_pb2.DeviceRates | None = ...,
         warm_spare_bytes: _builtins.int = ...,
         memory_domain: _builtins.str = ...,
+        host_memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gpu", b"gpu", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "memory_domain", b"memory_domain", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rates", b"rates", "reads_pages_in_place", b"reads_pages_in_place", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16", "supports_f16", b"supports_f16", "warm_spare_bytes", b"warm_spare_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gpu", b"gpu", "host_memory_bytes", b"host_memory_bytes", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "memory_domain", b"memory_domain", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rates", b"rates", "reads_pages_in_place", b"reads_pages_in_place", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16", "supports_f16", b"supports_f16", "warm_spare_bytes", b"warm_spare_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

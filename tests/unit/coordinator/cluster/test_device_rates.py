@@ -69,6 +69,9 @@ def test_a_hello_has_rates_and_the_kind_of_device() -> None:
     assert identity.gpu == Gpu(model="NVIDIA H100", uuid="", compute_capability="", memory_bytes=0, driver="")
     message.reads_pages_in_place = True
     assert decode_hello(join_pb2.JoinRequest(hello=message)).device_kind is DeviceKind.GPU_IN_PLACE
+    assert identity.host_memory_bytes == 0
+    message.host_memory_bytes = 5
+    assert decode_hello(join_pb2.JoinRequest(hello=message)).host_memory_bytes == 5
 
 
 def test_impossible_rates_are_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from checkpoint import Blueprint, DType, parse_config, stage_weight_bytes
 from checkpoint.held import table_bytes
 from coordinator.planner.layer_kinds import layer_kinds
-from coordinator.planner.plan import DeviceKind, PlanImpossible, StepLimits
+from coordinator.planner.plan import DeviceKind, PlanImpossible, StepLimits, WorkerCapacity
 from coordinator.planner.planner import make_plan
 from coordinator.planner.stage_memory import StageMemory
 from tests.unit.checkpoint.test_ngrams import PUBLISHED
@@ -73,6 +73,57 @@ def test_gpus_take_the_memory_of_torchs_operators(config: Blueprint) -> None:
         memory.activation_bytes(role, 4096, device) for device in (DeviceKind.GPU, DeviceKind.GPU_IN_PLACE)
     )
     assert by_torch == by_kernels > memory.activation_bytes(role, 4096)
+
+
+def gpus(*sizes: tuple[int, int | None]) -> list[WorkerCapacity]:
+    """Workers with (memory of the GPU, memory of its host)."""
+    found = workers(*(size for size, _ in sizes))
+    rooms = [room for _, room in sizes]
+    return [
+        replace(worker, device=DeviceKind.GPU_IN_PLACE, host_memory_bytes=room)
+        for worker, room in zip(found, rooms, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("room", [TABLE_BYTES, None])
+def test_the_table_of_a_gpu_is_in_memory_of_its_host(config: Blueprint, room: int | None) -> None:
+    """Every GPU is smaller than the table; only one host has memory for it."""
+    given = gpus((80 * GIB, 64 * GIB), (80 * GIB, room), (80 * GIB, 0), (80 * GIB, 64 * GIB))
+    plan = make_plan(config, DType.BF16, given, limits=LIMITS, block_size=16)
+    (stage,) = [stage for stage in plan.stages if stage.layer_begin <= 1 < stage.layer_end]
+    assert (stage.worker, stage.table_bytes) == ("gpu-b", TABLE_BYTES)
+    assert stage.pinned_bytes == stage.buffer_bytes + TABLE_BYTES
+    assert stage.total_bytes <= stage.memory_bytes < TABLE_BYTES
+    assert sum(stage.table_bytes for stage in plan.stages) == TABLE_BYTES
+    weights = sum(stage.weight_bytes for stage in plan.stages)
+    whole = stage_weight_bytes(config, DType.BF16, 0, 48, has_embeddings=True, has_head=True)
+    assert weights == whole - TABLE_BYTES
+
+
+def test_cpus_and_gpus_have_the_table_each_in_its_own_memory(config: Blueprint) -> None:
+    """A host of a GPU has memory for the table; a CPU would need a larger budget."""
+    cpu, *_ = workers(90 * GIB)
+    (gpu,) = gpus((96 * GIB, 100 * GIB))
+    both = [replace(cpu, name="cpu"), replace(gpu, name="gpu"), replace(gpu, name="other")]
+    plan = make_plan(config, DType.BF16, both, limits=LIMITS, block_size=16)
+    assert plan.stages[0].worker != "cpu" and plan.stages[0].table_bytes == TABLE_BYTES
+    large = [replace(cpu, name="cpu", memory_bytes=192 * GIB), *both[1:]]
+    plan = make_plan(config, DType.BF16, large, limits=LIMITS, block_size=16)
+    assert plan.stages[0].worker == "cpu" and plan.stages[0].weight_bytes > TABLE_BYTES
+    assert not any(stage.table_bytes for stage in plan.stages)
+
+
+def test_a_table_that_no_host_of_a_gpu_holds_is_refused_with_its_size(config: Blueprint) -> None:
+    """By the worker whose host has the most, or by that of a given split."""
+    given = gpus((96 * GIB, 0), (96 * GIB, 64 * GIB), (96 * GIB, 32 * GIB), (96 * GIB, 1))
+    message = (
+        r"gpu-b with the most host memory: layer 1 needs 95\.4 GiB of host memory for tables of n-grams,"
+        r" which a GPU reads there, but the host of gpu-b has 64\.0 GiB \(31\.4 GiB too little\)"
+    )
+    with pytest.raises(PlanImpossible, match=message):
+        make_plan(config, DType.BF16, given, limits=LIMITS, block_size=16)
+    with pytest.raises(PlanImpossible, match=r"stage 0 on gpu-a: layer 1 needs 95\.4 GiB .* has 0 B"):
+        make_plan(config, DType.BF16, given, limits=LIMITS, block_size=16, layers=(12, 12, 12, 12))
 
 
 def test_layers_are_named_by_what_they_do(config: Blueprint) -> None:

@@ -28,6 +28,7 @@ from stage_worker.model.weight_reads import (
     NUM_DEVICE_READERS,
     NUM_READERS,
     NUM_WINDOWS,
+    HostTable,
     WeightPiece,
     WeightReads,
 )
@@ -69,6 +70,9 @@ class LateCopies:
 
     def host_memory(self, num_bytes: int) -> HostArray:
         self.allocated.append(num_bytes)
+        return np.full(num_bytes, GARBAGE, np.uint8)
+
+    def locked_memory(self, num_bytes: int) -> HostArray:
         return np.full(num_bytes, GARBAGE, np.uint8)
 
     def fence_uploads(self) -> None:
@@ -311,10 +315,11 @@ def tensors_of(weights: object) -> list[Tensor]:
     return found
 
 
-def uploaded_bytes(destination: Tensor | HeldRows, *, is_by_row: bool) -> int:
+def uploaded_bytes(destination: Tensor | HeldRows | HostTable, *, is_by_row: bool) -> int:
     """4-bit codes of formats that are stored by columns arrive one by one, and are packed on the device."""
     if isinstance(destination, Tensor):
         return destination.nbytes
+    assert isinstance(destination, HeldRows), "a model without tables"
     matrix, rows = destination.matrix, destination.end - destination.begin
     per_row = matrix.scales.nbytes / matrix.scales.shape[1]
     if isinstance(matrix, NibbleMatrix):
