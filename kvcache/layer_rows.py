@@ -49,6 +49,11 @@ class LayerRows:
         """Memory of all layers."""
         return sum(blocks.numel() * blocks.element_size() for blocks in self._blocks.values())
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have rows."""
+        return tuple(self._blocks)
+
     def rows_per_block(self, layer: int) -> int:
         """Rows of one block in one layer."""
         return self._blocks[layer].shape[1]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from checkpoint import EXPANDED_ELEMENTS, INDEX_ELEMENTS, Compressed, DType
 from checkpoint.compressed import Compressor, EntryIndexer
-from checkpoint.step_sizes import BLOCK_SCORES, FEWEST_QUERIES
+from checkpoint.step_sizes import BLOCK_SCORES, CHUNK_SPLIT, FEWEST_QUERIES, KEY_SPLIT, SHORT_CHUNK
 from coordinator.planner.plan import StepLimits
 
 
@@ -30,6 +30,43 @@ class CompressedStep:
         of_entries = self._entry_bytes(compressor, longest, gathered)
         return max(of_windows, self._pooling_bytes(compressor), of_entries)
 
+    def in_place_bytes(self, longest: int, gathered: int, group_elements: int) -> int:
+        """What kernels of a GPU need, which attend in place: results of parts of a query's keys and entries.
+
+        If queries choose entries, also `group_elements` of 4 bytes for scores and choices of a group of them,
+        and the choices of all queries twice, while they are joined.
+        """
+        window, compressor = self.mixer.window, self.mixer.compressor
+        if compressor is None:
+            return self._partial_bytes(min(longest, window), min(gathered, self._in_windows))
+        slots = 2 * 8 * self._pooled_tokens(compressor)
+        read = gathered // compressor.ratio + min(gathered, self._in_windows)
+        last, indexer = longest // compressor.ratio, compressor.indexer
+        if indexer is None or last <= indexer.num_chosen:
+            return slots + self._partial_bytes(min(longest, window) + last, read)
+        choices = 2 * self.limits.max_step_tokens * indexer.num_chosen + group_elements
+        return slots + 4 * choices + self._partial_bytes(min(longest, window) + indexer.num_chosen, read)
+
+    @property
+    def _in_windows(self) -> int:
+        """Keys of the windows of all sequences."""
+        return self.limits.max_step_sequences * self.mixer.window
+
+    def _partial_bytes(self, longest: int, read: int) -> int:
+        """Float32 results of all heads, highest scores and sums of weights of the parts of lists of keys and
+        entries, `longest` at most and `read` of all sequences.
+        """
+        limits, rows = self.limits, 0
+        if longest > KEY_SPLIT:
+            rows = min(
+                read // KEY_SPLIT + limits.max_step_sequences,
+                limits.max_step_sequences * -(-longest // KEY_SPLIT),
+            )
+        if longest > CHUNK_SPLIT:
+            of_chunks = limits.max_step_tokens * -(-longest // CHUNK_SPLIT)
+            rows += min(of_chunks, 2 * SHORT_CHUNK * (read // CHUNK_SPLIT))
+        return rows * self.mixer.num_heads * (self.mixer.head_dim + 2) * 4
+
     def _window_bytes(self, longest: int, gathered: int) -> int:
         limits, window = self.limits, self.mixer.window
         of_chunk, pages = window + limits.max_step_tokens, 2 * self.block_size
@@ -47,10 +84,14 @@ class CompressedStep:
         """What the entries of a step are pooled of: gathered, and of an entry or its key in the run dtype,
         with its gates and their softmax in float32, weights, and products.
         """
-        size, limits, mixer = self.dtype.size_bytes, self.limits, self.mixer
-        tokens = (limits.max_step_tokens // compressor.ratio + limits.max_step_sequences) * compressor.span
+        size, mixer, tokens = self.dtype.size_bytes, self.mixer, self._pooled_tokens(compressor)
         width = max(mixer.head_dim, mixer.entry_index_width)
         return tokens * (mixer.pending_width * size + width * (4 * size + 2 * 4) + 2 * 8)
+
+    def _pooled_tokens(self, compressor: Compressor) -> int:
+        """Tokens of which the entries of a step are pooled."""
+        num_entries = self.limits.max_step_tokens // compressor.ratio + self.limits.max_step_sequences
+        return num_entries * compressor.span
 
     def _entry_bytes(self, compressor: Compressor, longest: int, gathered: int) -> int:
         count = gathered // compressor.ratio + self.limits.max_step_sequences

@@ -76,8 +76,8 @@ def rotary_tables(mixer: Attention | Latent | Compressed) -> tuple[RotaryTables,
     return (RotaryTables(mixer.rope, max(2, mixer.rope_dim), mixer.query_growth, has_entries=has_entries),)
 
 
-def mixer_elements(mixer: Mixer) -> int:
-    """Elements of one token within a mixer."""
+def mixer_elements(mixer: Mixer, *, is_in_place: bool = False) -> int:
+    """Elements of one token within a mixer; compressed attention of kernels `is_in_place` needs fewer."""
     if isinstance(mixer, NoMixer):
         return 0
     if isinstance(mixer, Recurrent):
@@ -90,18 +90,22 @@ def mixer_elements(mixer: Mixer) -> int:
         gates = 2 * mixer.o_size if mixer.has_output_gate else 0
         return down + 2 * mixer.q_size + absorbed + 2 * mixer.o_size + gates + index
     if isinstance(mixer, Compressed):
-        return _compressed_elements(mixer)
+        return _compressed_elements(mixer, is_in_place=is_in_place)
     gates = mixer.q_size if mixer.has_output_gate else 0
     index = 0 if mixer.indexer is None else 3 * mixer.indexer.num_rows
     return 2 * (mixer.q_size + 2 * mixer.kv_size) + mixer.q_size + 2 * gates + index
 
 
-def _compressed_elements(mixer: Compressed) -> int:
+def _compressed_elements(mixer: Compressed, *, is_in_place: bool) -> int:
     """Elements of one token: latents and keys before and after norms, what entries are pooled of, queries
     before and after norms, their output in float32 twice (while parts are joined) and rounded, and by group.
+
+    In place, queries and their output are there once, and in the run dtype.
     """
     heads = mixer.q_size
     indexer = None if mixer.compressor is None else mixer.compressor.indexer
     index = 0 if indexer is None else 3 * (indexer.q_size + indexer.head_dim)
     rows = 2 * mixer.query_rank + 2 * mixer.head_dim + mixer.pending_width
+    if is_in_place:
+        return rows + 2 * heads + 2 * mixer.o_size + index
     return rows + 2 * heads + 4 * heads + heads + mixer.o_size + index

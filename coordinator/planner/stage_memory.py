@@ -24,8 +24,8 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
   eight times their width in the run dtype, and twice in float32.
 * Compressed attention reads the keys of windows, pools entries, and reads those of all gathered tokens, or
   their keys and the entries that an indexer chooses, with float32 copies, and scores of all heads; see
-  `planner.compressed_memory`. What it computes of a token is counted as that of
-  latent attention is, with its output in float32 twice, while parts of its keys are joined.
+  `planner.compressed_memory`. What it computes of a token is counted as in latent attention, with its output
+  in float32 twice, while parts of its keys are joined. Kernels of GPUs attend to keys and entries in place.
 * min(S * C, K) tokens of K and V gathered from the pages of one layer (2 * kv * s each): one more layer of
   KV. Padding of sequences that are gathered together, and copies of shared prefixes, are not counted.
 * T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and its
@@ -328,20 +328,20 @@ class StageMemory:
         num_copies = 1 if device is DeviceKind.HOST else 2
         size = self.limits.max_step_tokens * longest * self._mask_bytes() if any(gathers) else 0
         size += max(
-            self.limits.max_step_tokens * self._token_bytes(kind)
+            self.limits.max_step_tokens * self._token_bytes(kind, is_in_place=is_in_place)
             + (
                 gathered * num_copies * self._gathered_bytes(kind)
                 if copies
-                else self._partial_bytes(kind.mixer, longest, gathered)
+                else self._in_place_bytes(kind.mixer, longest, gathered)
             )
             for kind, copies in zip(self.config.kinds, gathers, strict=True)
         )
         mixers = [kind.mixer for kind in self.config.kinds]
         size += max((self._expanded_bytes(mixer, longest) for mixer in mixers), default=0)
         size += max((self._index_bytes(mixer, longest, gathered) for mixer in mixers), default=0)
-        of_entries = [self._compressed(mixer) for mixer in mixers if isinstance(mixer, Compressed)]
-        size += max((step.num_bytes(longest, gathered) for step in of_entries), default=0)
         if not is_in_place:
+            of_entries = [self._compressed(mixer) for mixer in mixers if isinstance(mixer, Compressed)]
+            size += max((step.num_bytes(longest, gathered) for step in of_entries), default=0)
             size += self.limits.max_step_sequences * 3 * max(self.state_bytes)
             size += max(chunk_bytes(kind, self.limits.max_step_tokens) for kind in self.config.kinds)
         size += self._logits_bytes() if role.has_head else 0
@@ -349,7 +349,9 @@ class StageMemory:
 
     def _computes_in_place(self, device: DeviceKind) -> bool:
         """Whether kernels of a GPU compute the model, and not torch's operators."""
-        return device is DeviceKind.GPU_IN_PLACE and no_kernels_because(self.config.kinds) is None
+        if device is not DeviceKind.GPU_IN_PLACE:
+            return False
+        return no_kernels_because(self.config.kinds, is_float32=self.dtype is DType.F32) is None
 
     def _chosen_in_place(self) -> int | None:
         """Tokens that kernels of a GPU choose in all layers with pages; None if they do not."""
@@ -470,6 +472,15 @@ class StageMemory:
         """Tokens of the longest sequence that a step attends to."""
         return min(self.limits.max_sequence_tokens, num_blocks * self.block_size)
 
+    def _in_place_bytes(self, mixer: Mixer, longest: int, read: int) -> int:
+        """What kernels need that attend in place, see `_partial_bytes` and `CompressedStep`."""
+        if not isinstance(mixer, Compressed):
+            return self._partial_bytes(mixer, longest, read)
+        compressor, of_group = mixer.compressor, 0
+        if compressor is not None and compressor.indexer is not None:
+            of_group = self._group_elements(longest // compressor.ratio, compressor.indexer.num_chosen)
+        return self._compressed(mixer).in_place_bytes(longest, read, of_group)
+
     def _partial_bytes(self, mixer: Mixer, longest: int, read: int) -> int:
         """Results of parts of keys, of a step whose sequences have `read` tokens, `longest` at most.
 
@@ -491,7 +502,7 @@ class StageMemory:
         is_native = self.implementation is Implementation.NATIVE and not isinstance(
             layer.feed_forward, Opaque
         )
-        return is_native and isinstance(layer.mixer, Attention | Pageless)
+        return is_native and isinstance(layer.mixer, Attention | Compressed | Pageless)
 
     def _gathered_bytes(self, layer: LayerPlan) -> int:
         """Keys and values of one token that attention reads, and while they are read from rows with scales:
@@ -549,13 +560,13 @@ class StageMemory:
         size = self.dtype.size_bytes
         return ngrams.num_heads * 3 * 8 + 2 * ngrams.width * size + ngrams.channels * (8 * size + 2 * 4)
 
-    def _token_bytes(self, layer: LayerPlan) -> int:
+    def _token_bytes(self, layer: LayerPlan, *, is_in_place: bool = False) -> int:
         hidden_size, size = self.config.hidden_size, self.dtype.size_bytes
         # Of several streams, the old and new ones, and both and their sum in float32.
         of_streams = hidden_size * layer.num_streams * (2 * size + 3 * 4) if layer.num_streams > 1 else 0
         residual = hidden_size * (2 * size + 2 * 4) + of_streams
         beside = 0 if layer.beside is None else recurrent_elements(layer.beside) + hidden_size
-        attention = (mixer_elements(layer.mixer) + beside) * size
+        attention = (mixer_elements(layer.mixer, is_in_place=is_in_place) + beside) * size
         inner = self._inner_bytes(layer) + self._ngram_bytes(layer)
         frames = 2 * self.config.residual_width * size
         return residual + attention + inner + frames

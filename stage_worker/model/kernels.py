@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import ModuleType
@@ -283,23 +283,12 @@ def has_head_kernel(qk_norm: QkNorm) -> bool:
 
 def _on_gpu(config: Blueprint, device: torch.device, dtype: torch.dtype, choice: KernelChoice) -> Kernels:
     reason = no_triton_because(device)
-    if reason is None and dtype is torch.float32:
-        reason = _no_tiles_because(config.kinds)
-    reason = reason or no_kernels_because(config.kinds)
+    reason = reason or no_kernels_because(config.kinds, is_float32=dtype is torch.float32)
     if reason is None:
         return by_triton(config)
     if choice is KernelChoice.COMPILED:
         raise KernelsUnavailable(f"--kernels compiled is not possible: {reason}")
     return _plain(config, reason)
-
-
-def _no_tiles_because(layers: Collection[LayerPlan]) -> str | None:
-    """Why Triton kernels do not compute `layers` in float32; None if they do."""
-    names = {Latent: "latents", Compressed: "compressed attention"}
-    found = (names.get(type(layer.mixer)) for layer in layers)
-    if (name := next((name for name in found if name is not None), None)) is None:
-        return None
-    return f"Triton kernels for {name} are for bf16 and f16: tiles of float32 exceed a GPU's registers"
 
 
 def has_triton_kernels(choice: KernelChoice, device: torch.device) -> bool:

@@ -21,7 +21,7 @@ from checkpoint import Blueprint, Checkpoint, DType
 from coordinator.planner import stage_memory
 from coordinator.planner.plan import DeviceKind, StepLimits
 from coordinator.planner.stage_memory import StageMemory
-from kvcache.pages import KvPages
+from kvcache.pages import KvPages, PageGroups
 from stage_worker.assignment import Assignment
 from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.executor import StepExecutor
@@ -41,6 +41,10 @@ LIMITS = StepLimits(max_step_tokens=64, max_step_sequences=4, max_sequence_token
 LEAST_SHARE = 0.8
 """Of the counted bytes: products, norms and gates follow each other, and few are there at once."""
 LEAST_SHARE_OF_CHOICES = 0.3
+LAYERS_WITH_ENTRIES = {
+    "layer_types": ["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"],
+    "mlp_layer_types": ["moe", "moe", "moe"],
+}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -101,15 +105,25 @@ def bytes_of_the_largest_step(
     )
     model.load(Checkpoint.open(Path(assignment.model_directory)))
     pages = new_pages(assignment, config, CPU)
-    assert isinstance(pages, KvPages)
     executor = StepExecutor(assignment, ModelCompute(model, pages))
-    held = {pages.store(0).untyped_storage()._cdata}
-    if pages.index is not None:
-        held.add(pages.index.store(0).untyped_storage()._cdata)
-    with LiveBytes(monkeypatch, held) as live:
+    with LiveBytes(monkeypatch, storages_of(pages)) as live:
         run_largest_step(executor, assignment, config)
+    return live.most, counted_bytes(config, dtype, assignment)
+
+
+def counted_bytes(config: Blueprint, dtype: DType, assignment: Assignment) -> int:
     memory = StageMemory(config=config, dtype=dtype, limits=LIMITS, block_size=16, num_stages=3)
-    return live.most, memory.activation_bytes(assignment.role, 256, DeviceKind.GPU_IN_PLACE)
+    return memory.activation_bytes(assignment.role, 256, DeviceKind.GPU_IN_PLACE)
+
+
+def storages_of(pages: KvPages | PageGroups) -> set[int]:
+    """Those of pages, of keys of indexers, and of rows beside pages."""
+    found: list[Tensor] = []
+    for group in pages.groups:
+        found += [group.store(layer) for layer in range(group.num_layers)]
+        found += [] if group.index is None else [group.index.store(0)]
+        found += [rows.blocks(layer) for rows in group.rows.values() for layer in rows.layers]
+    return {tensor.untyped_storage()._cdata for tensor in found}
 
 
 def assigned(directory: Path, stage: int) -> Assignment:
@@ -138,4 +152,22 @@ def test_the_largest_step_with_choices_needs_no_more_than_the_plan_counts(
     config = Checkpoint.open(directory).config
     assignment = replace(assigned(directory, 1), dtype=DType.BF16)
     most, counted = bytes_of_the_largest_step(assignment, config, DType.BF16, monkeypatch)
+    assert LEAST_SHARE_OF_CHOICES * counted <= most <= counted, (most, counted)
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (1, 2), (2, 3)], ids=["window", "all entries", "chosen entries"])
+def test_the_largest_step_with_entries_needs_no_more_than_the_plan_counts(
+    layers: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of 60 tokens and decodes, of which queries choose 5 of up to 24 entries."""
+    for module in (choices, stage_memory):
+        monkeypatch.setattr(module, "CHOICE_PART", 16)
+    directory = make_family(tmp_path / "model", "deepseek_v4", num_layers=3, **LAYERS_WITH_ENTRIES)
+    config = Checkpoint.open(directory).config
+    begin, end = layers
+    found = replace(assigned(directory, 1), dtype=DType.BF16, layer_begin=begin, layer_end=end)
+    assignment = replace(found, other_num_blocks=(256,))
+    own = replace(config, layers=config.layers[begin:end] * 3)
+    most, _ = bytes_of_the_largest_step(assignment, config, DType.BF16, monkeypatch)
+    counted = counted_bytes(own, DType.BF16, assignment)
     assert LEAST_SHARE_OF_CHOICES * counted <= most <= counted, (most, counted)

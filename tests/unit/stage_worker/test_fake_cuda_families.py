@@ -18,7 +18,7 @@ from checkpoint import Checkpoint
 from kvcache import KvGroup, KvWindow
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
-from stage_worker.model import block_indexer, compressed_attention, experts, row_orders, weight_reads
+from stage_worker.model import block_indexer, experts, joined_attention, row_orders, weight_reads
 from tests.fake_cuda import DEVICE, FakeCudaQueue, fake_cuda
 from tests.families import make_family
 from tests.integration.stage_bench import GREEDY, NUM_BLOCKS, Log, hidden_for, new_assignment
@@ -69,7 +69,7 @@ def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
         assert x.device == counts.device == matrices.device == DEVICE and biases is None
         return x.new_empty(len(x), matrices.shape[1])
 
-    monkeypatch.setattr(compressed_attention, "chosen_tokens", chosen)
+    monkeypatch.setattr(joined_attention, "chosen_tokens", chosen)
     monkeypatch.setattr(block_indexer, "chosen_tokens", chosen)
     monkeypatch.setattr(experts, "separate_products", products)
 

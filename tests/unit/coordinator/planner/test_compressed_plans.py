@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from checkpoint import Blueprint, DType, cached_bytes_per_token, entry_bytes_per_block, parse_config
+from checkpoint import (
+    Blueprint,
+    Compressed,
+    DType,
+    cached_bytes_per_token,
+    entry_bytes_per_block,
+    parse_config,
+)
 from coordinator.planner.layer_kinds import layer_kinds
-from coordinator.planner.plan import DeviceKind, PlanImpossible, format_ranges
+from coordinator.planner.plan import DeviceKind, PlanImpossible, StepLimits, format_ranges
 from coordinator.planner.planner import make_plan
+from coordinator.planner.stage_memory import StageMemory
 from tests.unit.checkpoint.test_compressed_config import PLAIN
 from tests.unit.coordinator.planner.small_models import GIB, USUAL_STEPS, workers
+from wire.ids import StageRole
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +66,29 @@ def test_blocks_and_entries_begin_together(config: Blueprint, block_size: int, m
         make_plan(config, DType.BF16, sizes, limits=USUAL_STEPS, block_size=block_size)
 
 
-def test_gpus_take_the_memory_of_torchs_operators(config: Blueprint) -> None:
-    """Whatever kernels they have for other models."""
-    of_devices = [
-        make_plan(
-            config,
-            DType.BF16,
-            [replace(worker, device=device) for worker in workers(*[256 * GIB] * 4)],
-            limits=USUAL_STEPS,
-            block_size=16,
-        )
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F32])
+def test_kernels_of_gpus_take_less_memory_where_they_attend_in_place(config: Blueprint, dtype: DType) -> None:
+    """They have no tiles for float32."""
+    limits = StepLimits(max_step_tokens=2048, max_step_sequences=64, max_sequence_tokens=1 << 20)
+    memory = StageMemory(config=config, dtype=dtype, limits=limits, block_size=16, num_stages=4)
+    by_torch, by_kernels = (
+        memory.activation_bytes(StageRole.MIDDLE, 1 << 16, device)
         for device in (DeviceKind.GPU, DeviceKind.GPU_IN_PLACE)
-    ]
-    by_torch, by_kernels = ([stage.activation_bytes for stage in plan.stages] for plan in of_devices)
-    assert by_torch == by_kernels
+    )
+    assert by_kernels < by_torch / 2 if dtype is DType.BF16 else by_kernels == by_torch
+
+
+def test_kernels_of_gpus_count_results_of_parts_and_choices(config: Blueprint) -> None:
+    """Of decodes of 1,048,576 tokens: two parts of a window and 512 chosen entries, or 17 of all of 8,192."""
+    limits = StepLimits(max_step_tokens=64, max_step_sequences=4, max_sequence_tokens=1 << 20)
+    memory = StageMemory(config=config, dtype=DType.BF16, limits=limits, block_size=16, num_stages=4)
+    of_part = 64 * (512 + 2) * 4
+    _, _, sparse, heavy, *_ = (layer.mixer for layer in config.layers)
+    assert isinstance(sparse, Compressed) and isinstance(heavy, Compressed)
+    longest = 1 << 20
+    found = memory._in_place_bytes(heavy, longest, 4 * longest)
+    slots, chunks = 8 * 2 * (0 + 4) * 128, min(64 * 3, 2 * 64 * (4 * (longest // 128 + 128) // 4096))
+    assert found == slots + (4 * 17 + chunks) * of_part
+    group = memory._group_elements(longest // 4, 512)
+    choices = 4 * (2 * 64 * 512 + group)
+    assert memory._in_place_bytes(sparse, longest, 4 * longest) == 8 * 2 * 20 * 8 + choices + 8 * of_part

@@ -439,6 +439,13 @@ def test_kernels_choose_tokens(family: str, gpu: torch.device) -> None:
     assert Kernels.of(config, gpu, torch.float32).decode is AttentionMethod.PRODUCTS
 
 
+def test_kernels_attend_to_entries(gpu: torch.device) -> None:
+    config = parse_config(config_of("deepseek_v4"))
+    chosen = Kernels.of(config, gpu, torch.bfloat16)
+    assert (chosen.decode, chosen.prefill) == (AttentionMethod.TRITON, AttentionMethod.TRITON)
+    assert Kernels.of(config, gpu, torch.float32).decode is AttentionMethod.PRODUCTS
+
+
 def test_choices_that_kernels_do_not_make_are_left_to_torch(gpu: torch.device) -> None:
     config = parse_config(config_of("deepseek_v32"))
     indexer = config.layers[0].mixer.indexer  # type: ignore[union-attr]
@@ -450,7 +457,6 @@ def test_choices_that_kernels_do_not_make_are_left_to_torch(gpu: torch.device) -
         (with_mixers(config, indexer=replace(indexer, num_heads=256)), "no indexer of 256 heads of 16"),
         (replace(config, layers=unequal), "as many tokens in each layer"),
         (parse_config(config_of("qwen4_exp_text")), "no blocks of tokens"),
-        (parse_config(config_of("deepseek_v4")), "no compressed attention"),
     ):
         chosen = Kernels.of(other, gpu, torch.bfloat16)
         assert (chosen.decode, chosen.prefill) == (AttentionMethod.PRODUCTS, AttentionMethod.PRODUCTS)
