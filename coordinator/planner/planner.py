@@ -334,8 +334,10 @@ def _plan_of(
     problem: SplitProblem,
 ) -> Plan:
     split = _choose_split(memory, workers, layers, problem)
+    stages = tuple(_stage(memory, workers, split, stage) for stage in range(len(workers)))
+    _check_hosts(stages, workers)
     return Plan(
-        stages=tuple(_stage(memory, workers, split, stage) for stage in range(len(workers))),
+        stages=stages,
         num_blocks=split.num_blocks,
         block_size=memory.block_size,
         dtype=memory.dtype,
@@ -346,6 +348,27 @@ def _plan_of(
         window=memory.windows[0],
         other_groups=memory.other_groups(split.num_blocks),
     )
+
+
+def _check_hosts(stages: Sequence[StagePlan], workers: Sequence[WorkerCapacity]) -> None:
+    """Raise PlanImpossible for GPUs of one host with more tables than it has memory for.
+
+    The search counts the tables of one stage at a time.
+    """
+    by_name = {worker.name: worker for worker in workers}
+    for worker in workers:
+        held = [one for one in stages if one.table_bytes and _are_on_one_host(worker, by_name[one.worker])]
+        tables, room = sum(one.table_bytes for one in held), worker.host_memory_bytes
+        if room is not None and tables > room:
+            names = ", ".join(one.worker for one in held)
+            raise PlanImpossible(
+                f"{names} on one host need {format_size(tables)} of its memory for tables of n-grams, which"
+                f" GPUs read there, but it has {format_size(room)} ({format_size(tables - room)} too little)"
+            )
+
+
+def _are_on_one_host(one: WorkerCapacity, other: WorkerCapacity) -> bool:
+    return one.name == other.name or _share_memory(one, other)
 
 
 def _choose_split(

@@ -7,7 +7,7 @@ import logging
 import mmap
 import secrets
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,8 @@ _PEER_ACCESS = 1
 """cudaIpcMemLazyEnablePeerAccess."""
 _BY_ADDRESS = 4
 """cudaMemcpyDefault."""
+LOCKED_PIECE_BYTES = 1 << 30
+"""Of memory that is page-locked at a time."""
 _FOR_ALL_CONTEXTS, _MAPPED = 1, 2
 """cudaHostRegisterPortable and cudaHostRegisterMapped."""
 _LIBRARIES = {"libcudart": "cuda", "libamdhip64": "hip"}
@@ -94,23 +96,40 @@ def _loaded_runtime() -> tuple[str, str]:
 
 
 def locked_memory(num_bytes: int) -> HostArray:
-    """Page-locked memory uint8 [num_bytes] in the device's address space, unlocked before it is freed.
+    """Page-locked memory uint8 [num_bytes] at its addresses on the device, too; unlocked before it is freed.
 
-    Raises OSError with the driver's text, or the system's.
+    It is locked in pieces, because threads that map memory may wait while the driver locks pages. Raises
+    OSError with the driver's text, or the system's.
     """
     memory: HostArray = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
-    address = memory.ctypes.data
-    device_runtime().call(
-        "HostRegister",
-        *(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(_FOR_ALL_CONTEXTS | _MAPPED)),
-    )
-    weakref.finalize(memory, _unlock, address).atexit = False
+    begin, locked = memory.ctypes.data, list[int]()
+    weakref.finalize(memory, _unlock, locked).atexit = False
+    for address in range(begin, begin + num_bytes, LOCKED_PIECE_BYTES):
+        size_bytes = min(LOCKED_PIECE_BYTES, begin + num_bytes - address)
+        device_runtime().call(
+            "HostRegister",
+            *(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes)),
+            ctypes.c_uint(_FOR_ALL_CONTEXTS | _MAPPED),
+        )
+        locked.append(address)
+        _check_place(address)
     return memory
 
 
-def _unlock(address: int) -> None:
+def _check_place(address: int) -> None:
+    """Raise OSError if the device has page-locked memory elsewhere: pieces would not follow each other."""
+    found = ctypes.c_void_p()
+    device_runtime().call(
+        "HostGetDevicePointer", *(ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0))
+    )
+    if found.value != address:
+        raise OSError(f"the device has host memory of address {address:#x} at {found.value or 0:#x}")
+
+
+def _unlock(locked: Sequence[int]) -> None:
     try:
-        device_runtime().call("HostUnregister", ctypes.c_void_p(address))
+        for address in locked:
+            device_runtime().call("HostUnregister", ctypes.c_void_p(address))
     except OSError as error:  # of a device that has failed: the process ends
         log.warning("memory of the host stays page-locked: %s", error)
 

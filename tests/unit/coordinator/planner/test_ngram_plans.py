@@ -126,6 +126,22 @@ def test_a_table_that_no_host_of_a_gpu_holds_is_refused_with_its_size(config: Bl
         make_plan(config, DType.BF16, given, limits=LIMITS, block_size=16, layers=(12, 12, 12, 12))
 
 
+def test_tables_of_one_host_are_counted_together(config: Blueprint) -> None:
+    """Of a model with a second table, in layer 46: another host would have room for it."""
+    plans = list(config.layers)
+    assert plans[46].ngrams is None
+    plans[46] = replace(plans[46], ngrams=plans[1].ngrams)
+    two = replace(config, layers=tuple(plans))
+    given = gpus(*[(96 * GIB, 150 * GIB)] * 4)
+    one_host = [replace(worker, memory_domain="host") for worker in given]
+    message = r"gpu-a, gpu-d on one host need 190\.7 GiB of its memory .* it has 150\.0 GiB \(40\.7 GiB"
+    with pytest.raises(PlanImpossible, match=message):
+        make_plan(two, DType.BF16, one_host, limits=LIMITS, block_size=16)
+    for apart in (given, [replace(worker, host_memory_bytes=200 * GIB) for worker in one_host]):
+        plan = make_plan(two, DType.BF16, apart, limits=LIMITS, block_size=16)
+        assert [bool(stage.table_bytes) for stage in plan.stages] == [True, False, False, True]
+
+
 def test_layers_are_named_by_what_they_do(config: Blueprint) -> None:
     plan = make_plan(config, DType.BF16, workers(*[128 * GIB] * 4), limits=LIMITS, block_size=16)
     kinds = {kind.name.partition(" + 10 of")[0]: kind for kind in layer_kinds(config, plan).kinds}

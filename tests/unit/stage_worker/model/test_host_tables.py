@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,50 +146,85 @@ def test_the_table_is_no_weight_of_a_gpu(checkpoint: Checkpoint) -> None:
 
 
 class FakeRuntime:
-    """Page locks of the driver; `refusal` refuses them. Memory must be mapped at both calls."""
+    """Page locks of the driver, up to `most` of them; the device has the memory `shift` bytes further.
 
-    def __init__(self, refusal: str = "") -> None:
-        self.refusal = refusal
+    Memory must be mapped when it is locked and unlocked.
+    """
+
+    def __init__(self, *, most: int = 100, shift: int = 0) -> None:
+        self.most, self.shift = most, shift
         self.locked: dict[int, int] = {}
 
-    def call(self, function: str, address: ctypes.c_void_p, *arguments: Any) -> None:
-        place = address.value
-        assert place is not None and place % PAGE_BYTES == 0
-        begins = [line.partition("-")[0] for line in Path("/proc/self/maps").read_text().splitlines()]
-        assert any(int(begin, 16) <= place for begin in begins)
-        ctypes.string_at(place, 1)
-        if function == "HostUnregister":
-            del self.locked[place]
-            return
-        size, flags = (argument.value for argument in arguments)
-        assert (function, flags) == ("HostRegister", 1 | 2)
-        if self.refusal:
-            raise OSError(self.refusal)
-        self.locked[place] = size
+    def call(self, function: str, *arguments: Any) -> None:
+        calls = {
+            "HostRegister": self._lock,
+            "HostGetDevicePointer": self._find,
+            "HostUnregister": self._unlock,
+        }
+        calls[function](*arguments)
+
+    def _lock(self, place: ctypes.c_void_p, size: ctypes.c_size_t, flags: ctypes.c_uint) -> None:
+        address = _mapped(place)
+        assert flags.value == 1 | 2
+        if len(self.locked) == self.most:
+            raise OSError("cudaHostRegister: out of memory")
+        self.locked[address] = size.value
+
+    def _find(self, found: Any, place: ctypes.c_void_p, flags: ctypes.c_uint) -> None:
+        assert flags.value == 0
+        found._obj.value = _mapped(place) + self.shift
+
+    def _unlock(self, place: ctypes.c_void_p) -> None:
+        del self.locked[_mapped(place)]
 
 
-def test_memory_is_unlocked_with_its_last_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And before it is freed, after which nothing could be read there."""
-    runtime = FakeRuntime()
-    monkeypatch.setattr(cuda_runtime, "device_runtime", lambda: runtime)
-    size = 3 * PAGE_BYTES + 100
+def _mapped(place: ctypes.c_void_p) -> int:
+    """The address, of a page of an anonymous mapping."""
+    address = place.value
+    assert address is not None and address % PAGE_BYTES == 0
+    ranges = [line.split(" ", 1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    assert any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+    return address
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
+    """Pieces are of two pages. All memory is unlocked in the end."""
+    found = FakeRuntime()
+    monkeypatch.setattr(cuda_runtime, "device_runtime", lambda: found)
+    monkeypatch.setattr(cuda_runtime, "LOCKED_PIECE_BYTES", 2 * PAGE_BYTES)
+    yield found
+    gc.collect()
+    assert not found.locked
+
+
+def test_memory_is_locked_in_pieces_and_unlocked_with_its_last_view(runtime: FakeRuntime) -> None:
+    """Before it is freed, after which nothing could be read there."""
+    size = 5 * PAGE_BYTES + 100
     tensor = torch.from_numpy(cuda_runtime.locked_memory(size)).view(torch.float16)[10:]
     tensor.fill_(1.0)
     gc.collect()
-    assert list(runtime.locked.values()) == [size]
+    assert list(runtime.locked.values()) == [2 * PAGE_BYTES, 2 * PAGE_BYTES, PAGE_BYTES + 100]
+    first, second, third = runtime.locked
+    assert second - first == third - second == 2 * PAGE_BYTES
     view = tensor[5:]
     del tensor
     gc.collect()
-    assert runtime.locked and bool((view == 1.0).all())
+    assert len(runtime.locked) == 3 and bool((view == 1.0).all())
     del view
     gc.collect()
     assert not runtime.locked
 
 
-def test_memory_that_the_driver_refuses_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = FakeRuntime(refusal="cudaHostRegister: invalid argument")
-    monkeypatch.setattr(cuda_runtime, "device_runtime", lambda: runtime)
-    with pytest.raises(OSError, match="cudaHostRegister: invalid argument"):
+@pytest.mark.parametrize("most", [0, 2])
+def test_memory_that_the_driver_refuses_is_unlocked_again(runtime: FakeRuntime, most: int) -> None:
+    runtime.most = most
+    with pytest.raises(OSError, match="cudaHostRegister: out of memory"):
+        cuda_runtime.locked_memory(5 * PAGE_BYTES)
+
+
+def test_memory_at_another_address_of_the_device_is_refused(runtime: FakeRuntime) -> None:
+    """Kernels read a table as one range of addresses."""
+    runtime.shift = 4096
+    with pytest.raises(OSError, match=r"the device has host memory of address 0x\w+ at 0x\w+"):
         cuda_runtime.locked_memory(PAGE_BYTES)
-    gc.collect()
-    assert not runtime.locked
