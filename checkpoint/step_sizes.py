@@ -28,3 +28,11 @@ CHUNK_TOKENS = 64
 """Tokens of a prompt that a recurrent layer computes at once, by products of matrices."""
 STREAM_SPLIT = 256
 """Elements of a token's residual streams whose products one program of a GPU adds up."""
+_STREAM_LANES = 16
+
+
+def stream_parts(num_weights: int, width: int) -> tuple[int, int]:
+    """Parts of the products of a token's streams, `width` elements, with `num_weights` rows on a GPU, and
+    numbers of each part: products and a sum of squares, up to a power of two.
+    """
+    return -(-width // STREAM_SPLIT), max(_STREAM_LANES, 1 << num_weights.bit_length())

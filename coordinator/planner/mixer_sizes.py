@@ -1,12 +1,14 @@
-"""What one token, or a chunk of tokens, takes within a mixer: part of a stage's memory."""
+"""What one token, or a chunk of tokens, takes in a mixer or in residual streams: part of a stage's memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from checkpoint import (
     Attention,
     Compressed,
+    DType,
     KimiDelta,
     Latent,
     LayerPlan,
@@ -17,7 +19,8 @@ from checkpoint import (
     RopeConfig,
 )
 from checkpoint.rope_config import QueryGrowth
-from checkpoint.step_sizes import CHUNK_TOKENS
+from checkpoint.step_sizes import CHUNK_TOKENS, stream_parts
+from checkpoint.streams import GatedConnection, HyperConnection
 
 
 def recurrent_elements(mixer: Recurrent) -> int:
@@ -109,3 +112,27 @@ def _compressed_elements(mixer: Compressed, *, is_in_place: bool) -> int:
     if is_in_place:
         return rows + 2 * heads + 2 * mixer.o_size + index
     return rows + 2 * heads + 4 * heads + heads + mixer.o_size + index
+
+
+def stream_bytes(
+    connection: HyperConnection | GatedConnection | None,
+    hidden_size: int,
+    dtype: DType,
+    *,
+    is_in_place: bool,
+) -> int:
+    """Bytes of one token while several residual streams are read and written.
+
+    By torch's operators, the old and new ones, and both and their sum in float32. By kernels of a GPU, those
+    before, within and after a layer, with parts of products and weights; or of gated streams the former two,
+    normed ones and their gates.
+    """
+    if connection is None:
+        return 0
+    size, width = dtype.size_bytes, connection.num_streams * hidden_size
+    if not is_in_place:
+        return width * (2 * size + 3 * 4)
+    if isinstance(connection, GatedConnection):
+        return 4 * width * size
+    num_weights = sum(connection.group_sizes)
+    return 3 * width * size + 4 * (prod(stream_parts(num_weights, width)) + num_weights)

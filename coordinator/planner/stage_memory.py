@@ -120,6 +120,7 @@ from coordinator.planner.mixer_sizes import (
     mixer_elements,
     recurrent_elements,
     rotary_tables,
+    stream_bytes,
 )
 from coordinator.planner.plan import DeviceKind, StepLimits
 from kvcache import KvGroup, KvWindow, group_windows
@@ -371,7 +372,9 @@ class StageMemory:
         limits, dense = self.limits, min(longest, top_k)
         latents = {kind.mixer for kind in self.config.kinds if isinstance(kind.mixer, Latent)}
         widest = max(latents, key=lambda mixer: mixer.num_heads * mixer.kv_rank)
-        size = limits.max_step_tokens * max(map(self._token_bytes, self.config.kinds))
+        size = limits.max_step_tokens * max(
+            self._token_bytes(kind, is_in_place=True) for kind in self.config.kinds
+        )
         size += limits.max_step_tokens * dense * self._mask_bytes()
         size += max(2 * dense * self._gathered_bytes(kind) for kind in self.config.kinds)
         size += self._expanded_bytes(widest, dense)
@@ -560,10 +563,9 @@ class StageMemory:
         size = self.dtype.size_bytes
         return ngrams.num_heads * 3 * 8 + 2 * ngrams.width * size + ngrams.channels * (8 * size + 2 * 4)
 
-    def _token_bytes(self, layer: LayerPlan, *, is_in_place: bool = False) -> int:
+    def _token_bytes(self, layer: LayerPlan, *, is_in_place: bool) -> int:
         hidden_size, size = self.config.hidden_size, self.dtype.size_bytes
-        # Of several streams, the old and new ones, and both and their sum in float32.
-        of_streams = hidden_size * layer.num_streams * (2 * size + 3 * 4) if layer.num_streams > 1 else 0
+        of_streams = stream_bytes(layer.connection, hidden_size, self.dtype, is_in_place=is_in_place)
         residual = hidden_size * (2 * size + 2 * 4) + of_streams
         beside = 0 if layer.beside is None else recurrent_elements(layer.beside) + hidden_size
         attention = (mixer_elements(layer.mixer, is_in_place=is_in_place) + beside) * size

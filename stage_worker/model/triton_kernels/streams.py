@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
-from checkpoint.step_sizes import STREAM_SPLIT
+from checkpoint.step_sizes import STREAM_SPLIT, stream_parts
 from checkpoint.streams import (
     BASE,
     DOWN,
@@ -39,8 +39,8 @@ from stage_worker.model.layer_weights import StreamTensors
 from stage_worker.model.triton_kernels.launch import PRECISION, Launch, padded
 from stage_worker.model.triton_kernels.norms import KernelNorm, normed, normed_row
 
-_ROWS, _COLUMNS, _LEAST_LANES = 32, 64, 16
-"""Rows and elements of a product of tiles, and the fewest columns of its result."""
+_ROWS, _COLUMNS = 32, 64
+"""Rows and elements of a product of tiles."""
 _ELEMENTS = 1024
 """Of a stream that one program writes."""
 
@@ -327,7 +327,7 @@ class _WeightedRead:
         """Partial sums float32 [m, parts, lanes], see `stream_products_kernel`."""
         fn = self.tensors[FN]
         num_weights, width = fn.shape
-        lanes, num_parts = padded(num_weights + 1, _LEAST_LANES), triton.cdiv(width, STREAM_SPLIT)
+        num_parts, lanes = stream_parts(num_weights, width)
         partials = fn.new_empty(len(streams), num_parts, lanes)
         constants = {
             "WIDTH": width,

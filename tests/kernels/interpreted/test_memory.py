@@ -142,13 +142,25 @@ def test_the_largest_step_needs_what_the_plan_counts(
     assert LEAST_SHARE * counted <= most <= counted
 
 
+_OF_HY_4 = {
+    "mlp_layer_types": ["dense"] * 3,
+    "indexer_types": ["full"] * 3,
+    "hidden_size": 512,
+    "intermediate_size": 64,
+}
+"""Streams take most of the memory."""
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("deepseek_v32", {"first_k_dense_replace": 99}), ("hy_v4", _OF_HY_4)]
+)
 def test_the_largest_step_with_choices_needs_no_more_than_the_plan_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a group of queries at a time, less than of all that are counted as absorbed."""
     for module in (choices, stage_memory):
         monkeypatch.setattr(module, "CHOICE_PART", 64)
-    directory = make_family(tmp_path / "model", "deepseek_v32", num_layers=3, first_k_dense_replace=99)
+    directory = make_family(tmp_path / "model", family, num_layers=3, **changes)
     config = Checkpoint.open(directory).config
     assignment = replace(assigned(directory, 1), dtype=DType.BF16)
     most, counted = bytes_of_the_largest_step(assignment, config, DType.BF16, monkeypatch)

@@ -175,3 +175,25 @@ def test_hy_4_begins_stages_where_layers_choose_and_hands_on_four_streams() -> N
     of_head = (4 * 4 * width + 4 + 1) * 4
     assert memory.outside_bytes(StageRole.LAST) - narrow.outside_bytes(StageRole.LAST) == of_head
     assert memory.outside_bytes(StageRole.FIRST) == narrow.outside_bytes(StageRole.FIRST)
+
+
+def test_kernels_of_gpus_have_no_copies_of_streams_in_float32() -> None:
+    """But three of each in the run dtype, and for each 256 elements 16 sums; 8 weights of a sub-layer."""
+    config = parse_config(HY_4)
+    of_one_stream = replace(
+        config, layers=tuple(replace(layer, connection=None) for layer in config.layers), collapse=None
+    )
+    tokens, width = USUAL_STEPS.max_step_tokens, config.hidden_size
+    found = {}
+    for dtype in (DType.BF16, DType.F32):
+        sizes = [
+            StageMemory(
+                config=one, dtype=dtype, limits=USUAL_STEPS, block_size=16, num_stages=8
+            ).activation_bytes(StageRole.MIDDLE, 1000, DeviceKind.GPU_IN_PLACE)
+            for one in (of_one_stream, config)
+        ]
+        found[dtype] = sizes[1] - sizes[0]
+    frames = 2 * 3 * width  # received and sent, three streams more
+    partial = 4 * (4 * width // 256 * 16 + 8)
+    assert found[DType.BF16] == tokens * (3 * 4 * width * 2 + partial + frames * 2)
+    assert found[DType.F32] == tokens * (4 * width * (2 * 4 + 3 * 4) + frames * 4)  # by torch's operators
