@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,7 +156,7 @@ class FakeRuntime:
         self.locked: dict[int, int] = {}
 
     def call(self, function: str, *arguments: Any) -> None:
-        calls = {
+        calls: dict[str, Callable[..., None]] = {
             "HostRegister": self._lock,
             "HostGetDevicePointer": self._find,
             "HostUnregister": self._unlock,
