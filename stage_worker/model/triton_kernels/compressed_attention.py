@@ -86,7 +86,7 @@ def joined_kernel(
     total = tl.zeros([QUERIES * HEADS], tl.float32)
     mixed = tl.zeros([QUERIES * HEADS, MAIN], tl.float32)
     key_firsts += 2 * tl.load(item + 2)
-    first_key, partial = tl.load(key_firsts + 1), tl.load(item + 9)
+    first_key = tl.load(key_firsts + 1)
     mixed, highest, total = attend_to_range(
         mixed, highest, total, asked, None, keys, key_scales, key_table + tl.load(key_firsts), None,
         tl.load(item + 4) - first_key, tl.load(item + 5) - first_key, positions - first_key, 0, scale, None,
@@ -96,6 +96,7 @@ def joined_kernel(
         mixed, highest, total, asked, entries, entry_table, entry_firsts, chosen, item, positions, scale,
         KEYS, ENTRY_BLOCK, RATIO, WIDTH, WIDENS, TOP_K,
     )
+    partial = tl.load(item + 9)
     if partial < 0:
         into = output + row * output_stride + head * WIDTH
         write_result(mixed, highest, total, sinks, head, into, is_lane, WIDTH)
