@@ -13,12 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.nn.functional import rms_norm as scaled_to_unit
 
-from checkpoint import GatedDelta, KimiDelta, Mamba2
+from checkpoint import GatedDelta, KimiDelta, Mamba2, RopeConfig
 from checkpoint.ngrams import NgramEmbedding
 from stage_worker.backends import tensor_views
 from stage_worker.backends.tensor_views import scale_rows, unscale_rows
-from stage_worker.model import attention_work, indexer, joined_attention, operations, projections
+from stage_worker.model import (
+    attention_work,
+    compressed_writes,
+    indexer,
+    joined_attention,
+    operations,
+    projections,
+)
 from stage_worker.model.attention_work import AttentionWork
 from stage_worker.model.choice_work import ChoiceGroup
 from stage_worker.model.compressed_work import JoinedWork, SequencePages
@@ -35,7 +43,7 @@ from stage_worker.model.operations import (
     TorchOperations,
     limited,
 )
-from stage_worker.model.rope import rotate_
+from stage_worker.model.rope import RotaryTable, rotate_, rotate_last_
 from stage_worker.model.state_rows import StateRows
 from stage_worker.model.step_layout import LayerStates
 from stage_worker.sampling import step_rows
@@ -48,6 +56,8 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = {
         "operations": SimpleNamespace(TritonOperations=_StateOperations),
         "attention": SimpleNamespace(attend=attend),
+        "last_rotation": SimpleNamespace(norm_and_write=norm_and_write, rotate_last=rotate_last),
+        "pooling": SimpleNamespace(Pooling=SimpleNamespace, pool=pool),
         "compressed_attention": SimpleNamespace(attend_joined=attend_joined),
         "wire_rows": SimpleNamespace(scale_rows=scale_rows, unscale_rows=unscale_rows),
         "sampling": SimpleNamespace(choose=choose),
@@ -56,7 +66,15 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             rotate_and_write_keys=rotate_and_write_keys, score=score, choose=choose_tokens
         ),
     }
-    for module in (indexer, joined_attention, projections, operations, tensor_views, step_rows):
+    for module in (
+        compressed_writes,
+        indexer,
+        joined_attention,
+        projections,
+        operations,
+        tensor_views,
+        step_rows,
+    ):
         monkeypatch.setattr(module, "load_triton", lambda name: modules[name])
 
 
@@ -163,6 +181,71 @@ def rotate_and_write_keys(
             rotate_(heads.narrow(-1, first, cos.shape[2]), cos, sin)
     flat = pages.view(-1, keys.shape[1])
     flat.copy_(_rows_at(flat, torch.where(slots < 0, len(flat), slots), keys))
+
+
+def norm_and_write(
+    queries: Tensor,
+    keys: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    *,
+    rope: RopeConfig | None,
+    weight: Tensor,
+    eps: float,
+    page_scales: Tensor | None = None,
+    pending: Tensor | None = None,
+    pending_rows: Tensor | None = None,
+) -> None:
+    """See `triton_kernels.last_rotation.norm_and_write`; for pages in the run dtype."""
+    assert page_scales is None, "pages of 8 bits"
+    queries.copy_(scaled_to_unit(queries, queries.shape[-1:], None, eps))
+    found = scaled_to_unit(keys.float(), weight.shape, weight, eps).to(keys.dtype).unsqueeze(1)
+    for heads in (queries, found):
+        rotate_last(heads, cos, sin, rope=rope)
+    for rows, given in ((pages, found.squeeze(1)), (pending_rows, pending)):
+        if rows is not None and given is not None:
+            flat = rows.view(-1, given.shape[1])
+            flat.copy_(_rows_at(flat, torch.where(slots < 0, len(flat), slots), given))
+
+
+def rotate_last(
+    heads: Tensor, cos: Tensor, sin: Tensor, *, rope: RopeConfig | None, is_back: bool = False
+) -> None:
+    """See `triton_kernels.last_rotation.rotate_last`."""
+    if rope is not None:
+        rotate_last_(heads, RotaryTable(cos=cos, sin=sin), rope, is_back=is_back)
+
+
+def pool(
+    pooling: Any,
+    pending: Tensor,
+    sources: Tensor,
+    kept: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    rows: Tensor,
+) -> None:
+    """See `triton_kernels.pooling.pool`."""
+    columns, width, plan = pooling.bias.shape[1], rows.shape[2], pooling.plan
+    own = sources if kept is None else sources.index_select(0, kept)
+    absent = (own < 0).unsqueeze(2)
+    flat = pending.view(-1, pending.shape[2]).index_select(0, own.clamp(min=0).flatten())
+    found = flat.view(*own.shape, -1).narrow(2, pooling.first, 2 * columns)
+    values, gates, bias = *found.split(columns, dim=2), pooling.bias
+    if plan.has_overlap:
+        values, gates, bias = (
+            torch.cat((x[..., : plan.ratio, :width], x[..., -plan.ratio :, width:]), dim=-2)
+            for x in (values, gates, bias)
+        )
+    gates = (gates + bias).masked_fill(absent, -torch.inf).softmax(dim=1, dtype=torch.float32)
+    mixed = (values.masked_fill(absent, 0.0) * gates.to(values.dtype)).sum(dim=1)
+    entries = scaled_to_unit(mixed.float(), pooling.weight.shape, pooling.weight, pooling.eps)
+    entries = entries.to(rows.dtype).unsqueeze(1)
+    rotate_last(entries, cos, sin, rope=pooling.rope)
+    rows.view(-1, width).index_copy_(0, slots, entries.squeeze(1))
 
 
 def score(queries: Tensor, weights: Tensor, group: ChoiceGroup, pages: Tensor, *, ratio: int = 1) -> Tensor:

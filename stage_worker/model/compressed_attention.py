@@ -4,14 +4,13 @@ A layer writes the keys of a step's tokens and what their entries are pooled of,
 end in the step, and then attends. Entries depend on the tokens alone, and not on the chunks in which they
 were computed, up to the rounding of products.
 
-Pooling is as in transformers: the softmax of gates is float32, and its weights are rounded before they
-multiply values. See `stage_worker.model.joined_attention` for attention itself.
+Between the projections, `stage_worker.model.compressed_writes` and `stage_worker.model.joined_attention` have
+the implementations by torch's operators and by kernels.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,45 +18,52 @@ from torch.nn.functional import linear
 
 from checkpoint import Compressed, Norm
 from checkpoint.blueprint import NormKind
-from checkpoint.compressed import Compressor
 from checkpoint.names import TensorRole
-from kvcache.layer_rows import RowKind
-from stage_worker.model.entry_layout import EntryStep
+from stage_worker.model.compressed_writes import Fresh, compressed_writes
 from stage_worker.model.joined_attention import StepQueries, joined_attention
-from stage_worker.model.kernels import Kernels
-from stage_worker.model.layer_weights import CompressedWeights, PoolingWeights
-from stage_worker.model.norms import NormWeights, RowNorm, row_norm, unit_norm
+from stage_worker.model.kernels import Kernels, ProductMethod
+from stage_worker.model.layer_weights import CompressedWeights
+from stage_worker.model.norms import NormWeights
+from stage_worker.model.operations import operations
 from stage_worker.model.projections import project
-from stage_worker.model.rope import Rotary, RotaryTable, rotate_last_
-from stage_worker.model.step_layout import LayerEntries, LayerKv, LayerMemory
+from stage_worker.model.rope import Rotary, RotaryTable
+from stage_worker.model.step_layout import LayerKv, LayerMemory
+
+GroupProducts = Callable[[Tensor, Tensor], None]
+"""Fills its second argument [n, o_size] by the groups of heads of mixed values [n, q_size]."""
 
 
-class _Pool:
-    """The pooling of entries, or of their keys."""
+def _groups(mixer: Compressed, weights: Tensor, products: ProductMethod) -> GroupProducts:
+    """One product for all groups where a launch costs more than a product of one token."""
+    if products is ProductMethod.TRITON_ROWS:
+        return _BatchedGroups(mixer, weights)
+    return _SeparateGroups(mixer, weights, products)
 
-    def __init__(self, plan: Compressor, weights: PoolingWeights, norm: RowNorm) -> None:
-        self._plan, self._norm = plan, norm
-        self._width, self._bias = weights.width, weights.bias
-        self.columns = weights.bias.shape[1]
-        """Values of a token, and gates."""
-        if plan.has_overlap:
-            self._bias = torch.cat(weights.bias.tensor_split(2, dim=1))
 
-    def __call__(self, values: Tensor, gates: Tensor, absent: Tensor) -> Tensor:
-        """Normed entries [c, width] of `values` and `gates` [c, span, columns]; `absent` [c, span, 1] tokens
-        are before the first one.
-        """
-        values, gates = (self._of_entry(x) for x in (values, gates))
-        gates = (gates + self._bias).masked_fill_(absent, -math.inf)
-        weights = gates.softmax(dim=1, dtype=torch.float32).to(values.dtype)
-        return self._norm((values.masked_fill(absent, 0.0) * weights).sum(dim=1))
+class _BatchedGroups:
+    """Plain `weights` [o_size, group_size] of all groups at once."""
 
-    def _of_entry(self, x: Tensor) -> Tensor:
-        """The columns of each token that are for this entry, [c, span, width]."""
-        if not self._plan.has_overlap:
-            return x
-        ratio, width = self._plan.ratio, self._width
-        return torch.cat((x[:, :ratio, :width], x[:, ratio:, width:]), dim=1)
+    def __init__(self, mixer: Compressed, weights: Tensor) -> None:
+        self._matrices = weights.view(mixer.num_head_groups, mixer.group_rank, -1).transpose(1, 2)
+
+    def __call__(self, mixed: Tensor, output: Tensor) -> None:
+        num_groups = len(self._matrices)
+        heads, places = (x.view(len(x), num_groups, -1).transpose(0, 1) for x in (mixed, output))
+        torch.bmm(heads, self._matrices, out=places)
+
+
+class _SeparateGroups:
+    """A product of a group each, of weights in any form."""
+
+    def __init__(self, mixer: Compressed, weights: Tensor, products: ProductMethod) -> None:
+        self._mixer = mixer
+        self._groups = [project(rows, None, products) for rows in torch.split(weights, mixer.group_rank)]
+
+    def __call__(self, mixed: Tensor, output: Tensor) -> None:
+        by_group = torch.split(mixed, self._mixer.group_size, dim=1)
+        places = torch.split(output, self._mixer.group_rank, dim=1)
+        for place, group, heads in zip(places, self._groups, by_group, strict=True):
+            place.copy_(group(heads))
 
 
 class CompressedAttention:
@@ -75,22 +81,13 @@ class CompressedAttention:
         self._mixer, self._rotary = mixer, Rotary.of(mixer)
         norm = Norm(kind=NormKind.RMS_WIDE, eps=mixer.norm_eps)
         self._query_down = project(weights.query_down, None, products)
-        self._query_norm = row_norm(norm, norms[TensorRole.Q_LATENT_NORM])
+        self._query_norm = operations(kernels).norm(norm, norms[TensorRole.Q_LATENT_NORM])
         self._query = project(weights.query, None, products)
-        self._head_norm = unit_norm(mixer.norm_eps)
         self._key = project(weights.key, None, products)
-        self._key_norm = row_norm(norm, norms[TensorRole.K_NORM])
+        self._writes = compressed_writes(mixer, weights.pooling, norms, kernels)
         self._attend = joined_attention(mixer, weights.sinks.float(), kernels)
-        self._groups = [
-            project(rows, None, products) for rows in torch.split(weights.groups, mixer.group_rank)
-        ]
+        self._groups = _groups(mixer, weights.groups, products)
         self._pending = None if weights.pending is None else project(weights.pending, None, products)
-        self._pools: dict[RowKind, _Pool] = {}
-        plan, roles = mixer.compressor, {RowKind.ENTRY: TensorRole.ENTRY_NORM}
-        roles[RowKind.ENTRY_KEY] = TensorRole.INDEX_NORM
-        for kind, pooling in weights.pooling.items():
-            assert plan is not None, "pooling without a compressor"
-            self._pools[kind] = _Pool(plan, pooling, row_norm(norm, norms[roles[kind]]))
         self._index_query = None
         if weights.index_query is not None:
             self._index_query = project(weights.index_query, None, products)
@@ -104,65 +101,30 @@ class CompressedAttention:
         mixer, num_tokens = self._mixer, kv.step.num_tokens
         table = kv.step.rotary[self._rotary]
         latents = self._query_norm(self._query_down(normed))
-        heads = self._head_norm(self._query(latents)[:num_tokens].view(num_tokens, mixer.num_heads, -1))
-        keys = self._key_norm(self._key(normed)[:num_tokens])[:, None]
-        self._rotate(heads, table)
-        self._rotate(keys, table)
+        heads = self._query(latents)[:num_tokens].view(num_tokens, mixer.num_heads, -1)
+        pending = None if self._pending is None else self._pending(normed)[:num_tokens]
         # All slices are written before any attends, since slices may share pages.
-        kv.write(keys)
+        keys = self._writes.write(Fresh(heads, self._key(normed)[:num_tokens], pending), kv)
         index = None
-        if mixer.compressor is not None:
-            assert kv.entries is not None, "pages without entries"
-            step = kv.entries.step.entries[mixer.compressor]
-            self._write_entries(normed, step, mixer.compressor, kv, kv.entries)
-            index = self._index_queries(normed, latents, table) if step.may_choose else None
+        if self._index_query is not None and self._may_choose(kv):
+            index = self._index_queries(self._index_query(latents), normed, table)
         mixed = self._attend(StepQueries(heads, keys, *(index or ())), kv)
-        self._rotate(mixed, table, is_back=True)
-        output = normed.new_zeros(len(normed), mixer.o_size)
-        by_group = torch.split(mixed.flatten(1), mixer.group_size, dim=1)
-        places = torch.split(output[:num_tokens], mixer.group_rank, dim=1)
-        for place, group, heads in zip(places, self._groups, by_group, strict=True):
-            place.copy_(group(heads))
+        self._writes.rotate(mixed, table, is_back=True)
+        new = normed.new_empty if len(normed) == num_tokens else normed.new_zeros
+        output = new(len(normed), mixer.o_size)
+        self._groups(mixed.flatten(1), output[:num_tokens])
         return output
 
-    def _rotate(self, heads: Tensor, table: RotaryTable, *, is_back: bool = False) -> None:
-        if self._mixer.rope is not None:
-            rotate_last_(heads, table, self._mixer.rope, is_back=is_back)
+    def _may_choose(self, kv: LayerKv) -> bool:
+        """Whether queries of the step choose entries."""
+        assert kv.entries is not None and self._mixer.compressor is not None, "a choice without entries"
+        return kv.entries.step.entries[self._mixer.compressor].may_choose
 
-    def _write_entries(
-        self, normed: Tensor, step: EntryStep, plan: Compressor, kv: LayerKv, entries: LayerEntries
-    ) -> None:
-        """Write what entries are pooled of, and the entries that end in the step."""
-        assert self._pending is not None, "a compressor without weights"
-        pending, writes = kv.pages.rows[RowKind.PENDING], kv.writes
-        fresh = self._pending(normed)[: kv.step.num_tokens]
-        written = fresh if writes.rows is None else fresh.index_select(0, writes.rows)
-        pending.write(kv.layer, written, writes.slots)
-        if not len(step.slots):
-            return
-        sources = kv.step.sources[plan]
-        if step.kept is not None:
-            sources = sources.index_select(0, step.kept)
-        absent = (sources < 0)[..., None]
-        widths = [pool.columns for pool in self._pools.values() for _ in range(2)]
-        parts = pending.at(kv.layer, sources.clamp(min=0)).split_with_sizes(widths, dim=-1)
-        table = step.rotary[self._rotary]
-        for number, (kind, pool) in enumerate(self._pools.items()):
-            found = pool(parts[2 * number], parts[2 * number + 1], absent)[:, None]
-            self._rotate(found, table)
-            entries.rows[kind].write(entries.layer, found[:, 0], step.slots)
-
-    def _index_queries(
-        self, normed: Tensor, latents: Tensor, table: RotaryTable
-    ) -> tuple[Tensor, Tensor] | None:
-        """Rotated queries by which entries are chosen, and weights, see `StepQueries`; None without an
-        indexer.
-        """
-        if self._index_query is None:
-            return None
+    def _index_queries(self, heads: Tensor, normed: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
+        """Rotated queries by which entries are chosen, and weights, see `StepQueries`."""
         assert self._index_weight is not None, "an indexer without weights of heads"
         num_tokens, num_heads = len(table.cos), len(self._index_weight)
-        heads = self._index_query(latents)[:num_tokens].view(num_tokens, num_heads, -1)
-        self._rotate(heads, table)
+        heads = heads[:num_tokens].view(num_tokens, num_heads, -1)
+        self._writes.rotate(heads, table)
         # Wide for the product only: a plan counts these weights in the run dtype.
         return heads, linear(normed[:num_tokens].float(), self._index_weight.float())

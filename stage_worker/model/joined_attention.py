@@ -35,14 +35,15 @@ _Rows = Tensor | slice
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepQueries:
-    """Queries of a step: `heads` [n, heads, head_dim], with the step's own `keys` [n, 1, head_dim].
+    """Queries of a step: `heads` [n, heads, head_dim], with the step's own `keys` [n, 1, head_dim], which
+    kernels read in pages.
 
     An indexer scores entries by `index_heads` [n, index_heads, index_dim], weighted by `index_weights`
     float32 [n, index_heads]; None where no query chooses.
     """
 
     heads: Tensor
-    keys: Tensor
+    keys: Tensor | None
     index_heads: Tensor | None = None
     index_weights: Tensor | None = None
 
@@ -160,9 +161,10 @@ class AttentionByTorch:
         self._top_k = sys.maxsize if num_chosen is None else num_chosen
 
     def __call__(self, queries: StepQueries, kv: LayerKv) -> Tensor:
-        heads = queries.heads
+        heads, keys = queries.heads, queries.keys
+        assert keys is not None, "queries for kernels"
         softmax = JoinedSoftmax(self._sinks, len(heads), self._mixer.head_dim)
-        self._attend_window(heads, queries.keys, softmax, kv)
+        self._attend_window(heads, keys, softmax, kv)
         if self._mixer.compressor is not None:
             assert kv.entries is not None, "pages without entries"
             for view in kv.entries.step.entries[self._mixer.compressor].views:

@@ -259,10 +259,6 @@ def _parts_by_torch(layer: LayerPlan) -> Iterator[str]:
     mixer, feed_forward = layer.mixer, layer.known_feed_forward
     if isinstance(mixer, Latent):
         yield "norms and rotation of latents"
-    elif isinstance(mixer, Compressed):
-        yield "norms and rotation of compressed attention"
-        if mixer.compressor is not None:
-            yield "pooling of entries"
     elif isinstance(mixer, Attention) and mixer.qk_norm is not None and not has_head_kernel(mixer.qk_norm):
         yield f"norms of queries and keys over {mixer.qk_norm.span.value}"
     if isinstance(feed_forward, Experts):

@@ -109,7 +109,7 @@ def launches_of_a_step(
         sequence.num_computed = length
     stage, (pages, *_) = pipeline.stages[0], pipeline.pages
     slices = [pipeline._slice(sequence, 1) for sequence in sequences]
-    layout = pipeline._layout(stage, slices)
+    layout = pipeline._layout(stage, slices).with_tokens(torch.ones(len(slices), dtype=torch.int64))
     if pages.states is not None:
         layout = replace(layout, states=states_of(stage, [1] * len(slices), list(range(len(slices)))))
     hidden = stage.embed(torch.ones(len(slices), dtype=torch.int64))
@@ -146,6 +146,27 @@ def test_layers_that_share_a_choice_launch_no_indexer(
     num_choices = 4 if max(lengths) >= 24 else 0
     assert (counts["scores_kernel"], counts["choice_kernel"]) == (num_choices, num_choices)
     assert (counts["rotation_kernel"], counts["attend_kernel"]) == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "choices", "pools"),
+    [([40, 3], 1, (0, 1)), ([38, 2], 1, (0, 0)), ([15, 3], 0, (1, 1))],
+    ids=["choices", "no-entries", "whole"],
+)
+def test_compressed_attention_launches_three_kernels_and_those_of_entries(
+    lengths: list[int], choices: int, pools: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a layer with a window alone: rotation and writes, attention, rotation back. The two layers with
+    entries of 8 tokens pool them if one ends in the step; those with entries of 4 pool keys, too, and with a
+    query of more than 5 entries they rotate queries of the indexer, score, and choose.
+    """
+    checkpoint = Checkpoint.open(make_family(tmp_path / "model", "deepseek_v4"))
+    counts = launches_of_a_step(checkpoint, monkeypatch, lengths)
+    assert (counts["attend_kernel"], counts["joined_kernel"], counts["merge_kernel"]) == (1, 4, 0)
+    assert counts["last_rotation_kernel"] == 2 * 5 + 2 * choices
+    assert (counts["scores_kernel"], counts["choice_kernel"]) == (2 * choices, 2 * choices)
+    assert counts["pooling_kernel"] == 2 * pools[0] + 2 * 2 * pools[1]
+    assert counts["bmm"] == 5, "one product for all groups of heads"
 
 
 @pytest.mark.parametrize(
