@@ -133,10 +133,10 @@ class WritesByTorch:
         norm = Norm(kind=NormKind.RMS_WIDE, eps=mixer.norm_eps)
         self._head_norm = unit_norm(mixer.norm_eps)
         self._key_norm = row_norm(norm, norms[TensorRole.K_NORM])
-        self._pools: dict[RowKind, _Pool] = {}
+        self._pools: dict[RowKind, EntryPool] = {}
         for kind, weights in pooling.items():
             assert mixer.compressor is not None, "pooling without a compressor"
-            self._pools[kind] = _Pool(mixer.compressor, weights, row_norm(norm, norms[ENTRY_NORMS[kind]]))
+            self._pools[kind] = EntryPool(mixer.compressor, weights, row_norm(norm, norms[ENTRY_NORMS[kind]]))
 
     def write(self, fresh: Fresh, kv: LayerKv) -> Tensor:
         table = kv.step.rotary[self._rotary]
@@ -177,7 +177,7 @@ class WritesByTorch:
             entries.rows[kind].write(entries.layer, found[:, 0], step.slots)
 
 
-class _Pool:
+class EntryPool:
     """The pooling of entries, or of their keys."""
 
     def __init__(self, plan: Compressor, weights: PoolingWeights, norm: RowNorm) -> None:

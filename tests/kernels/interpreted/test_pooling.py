@@ -14,7 +14,7 @@ from torch import Tensor
 from checkpoint import Norm, RopeConfig
 from checkpoint.blueprint import NormKind
 from checkpoint.compressed import Compressor
-from stage_worker.model.compressed_attention import _Pool
+from stage_worker.model.compressed_writes import EntryPool
 from stage_worker.model.decode_rows import DecodeRows
 from stage_worker.model.entry_layout import source_slots
 from stage_worker.model.layer_weights import PoolingWeights
@@ -74,7 +74,7 @@ class Given:
     def expected(self) -> Tensor:
         """Entries [c, width] of torch's operators."""
         norm = row_norm(Norm(kind=NormKind.RMS_WIDE, eps=1e-6), NormWeights(self.weight, None))
-        pooled = _Pool(self.plan, PoolingWeights(width=len(self.weight), bias=self.bias), norm)
+        pooled = EntryPool(self.plan, PoolingWeights(width=len(self.weight), bias=self.bias), norm)
         rows = self.pending.view(-1, self.pending.shape[2])[self.sources.clamp(min=0)][..., 6:]
         values, gates = rows.tensor_split(2, -1)
         entries = pooled(values, gates, (self.sources < 0)[..., None])[:, None]
