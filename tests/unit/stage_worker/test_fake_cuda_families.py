@@ -44,7 +44,7 @@ def frames_of(assignment: Assignment, family: str) -> list[tuple[str, Frame]]:
     width = Checkpoint.open(Path(assignment.model_directory)).config.residual_width
     log = Log(assignment, other_groups=OTHER_GROUPS.get(family, ()))
     return [
-        (kind, Frame(step, hidden_for(step, width) if assignment.stage else ()))
+        (kind, Frame(step, hidden_for(step, width, dtype=assignment.dtype) if assignment.stage else ()))
         for kind, step in steps(log, (GREEDY,))
     ]
 
