@@ -124,8 +124,8 @@ def stream_bytes(
     """Bytes of one token while several residual streams are read and written.
 
     By torch's operators, the old and new ones, and both and their sum in float32. By kernels of a GPU, those
-    before, within and after a layer, with parts of products and weights; or of gated streams the former two,
-    normed ones and their gates.
+    before a layer and its own, with parts of products and weights; or, of gated streams, with normed ones and
+    their gates.
     """
     if connection is None:
         return 0
@@ -135,4 +135,4 @@ def stream_bytes(
     if isinstance(connection, GatedConnection):
         return 4 * width * size
     num_weights = sum(connection.group_sizes)
-    return 3 * width * size + 4 * (prod(stream_parts(num_weights, width)) + num_weights)
+    return 2 * width * size + 4 * (prod(stream_parts(num_weights, width)) + num_weights)

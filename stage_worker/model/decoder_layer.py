@@ -383,8 +383,9 @@ class DecoderLayer:
         output = self._output_of_streams(hidden, *memories) if self._read else self._output(hidden, *memories)
         return output if self._scale is None else output.mul_(self._scale)
 
-    def _output_of_streams(self, streams: Tensor, memory: LayerMemory) -> Tensor:
+    def _output_of_streams(self, hidden: Tensor, memory: LayerMemory) -> Tensor:
         """`forward` of several residual streams [m, num_streams * hidden_size]."""
+        streams = hidden
         if self._mix is not None and self._o is not None:
             x, weights = self._read[TensorRole.MIXER_STREAMS](streams)
             mixed = self._o(self._mix(x, memory))
@@ -394,7 +395,8 @@ class DecoderLayer:
             feed_forward = self._feed_forward_in(memory.step)
             assert feed_forward is not None, "a layer without a feed-forward"
             fed = feed_forward(x, memory.step.num_tokens)
-            streams = self._operations.written(streams, fed, weights)
+            is_own = streams is not hidden
+            streams = self._operations.written(streams, fed, weights, in_place=is_own)
         return streams
 
     def _output(self, hidden: Tensor, memory: LayerMemory, *beside: LayerMemory) -> Tensor:

@@ -288,8 +288,12 @@ class Operations(Protocol):
     def collapse(self, plan: WeightedCollapse | GatedCollapse, tensors: StreamTensors) -> Collapse:
         """The end of the residual streams."""
 
-    def written(self, streams: Tensor, result: Tensor, weights: WriteWeights) -> Tensor:
-        """New streams in the form of `streams`, with `result` [m, hidden_size] of a sub-layer."""
+    def written(
+        self, streams: Tensor, result: Tensor, weights: WriteWeights, *, in_place: bool = False
+    ) -> Tensor:
+        """New streams in the form of `streams`, with `result` [m, hidden_size] of a sub-layer; they may
+        overwrite the old ones with `in_place`.
+        """
 
 
 def operations(kernels: Kernels) -> Operations:
@@ -380,7 +384,9 @@ class _SeparateOperations:
     def collapse(self, plan: WeightedCollapse | GatedCollapse, tensors: StreamTensors) -> Collapse:
         return hyper_connections.collapse_of(plan, tensors)
 
-    def written(self, streams: Tensor, result: Tensor, weights: WriteWeights) -> Tensor:
+    def written(
+        self, streams: Tensor, result: Tensor, weights: WriteWeights, *, in_place: bool = False
+    ) -> Tensor:
         return hyper_connections.written(streams, result, weights)
 
 

@@ -156,8 +156,10 @@ class TritonOperations:
     def collapse(self, plan: WeightedCollapse | GatedCollapse, tensors: StreamTensors) -> Collapse:
         return streams.collapse_of(plan, tensors)
 
-    def written(self, given: Tensor, result: Tensor, weights: WriteWeights) -> Tensor:
-        return streams.written(given, result, weights)
+    def written(
+        self, given: Tensor, result: Tensor, weights: WriteWeights, *, in_place: bool = False
+    ) -> Tensor:
+        return streams.written(given, result, weights, in_place=in_place)
 
 
 def _rotate_and_write(

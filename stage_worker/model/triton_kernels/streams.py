@@ -258,11 +258,12 @@ def collapse_of(plan: WeightedCollapse | GatedCollapse, tensors: StreamTensors) 
     return FusedCollapse(plan, tensors)
 
 
-def written(streams: Tensor, result: Tensor, weights: WriteWeights) -> Tensor:
-    """See `hyper_connections.written`."""
+def written(streams: Tensor, result: Tensor, weights: WriteWeights, *, in_place: bool = False) -> Tensor:
+    """See `Operations.written`: a program reads what it writes before."""
     num_rows, num_streams = weights.result.shape
     width = streams.shape[1] // num_streams
-    found = streams.new_empty(streams.shape)
+    streams = streams.contiguous()
+    found = streams if in_place else streams.new_empty(streams.shape)
     columns = min(_ELEMENTS, padded(width))
     constants = {
         "WIDTH": width,
@@ -271,7 +272,7 @@ def written(streams: Tensor, result: Tensor, weights: WriteWeights) -> Tensor:
         "STREAMS": padded(num_streams),
     }
     Launch(stream_write_kernel, (num_rows, triton.cdiv(width, columns)), constants)(
-        streams.contiguous(), result.contiguous(), weights.result, weights.mixing, found
+        streams, result.contiguous(), weights.result, weights.mixing, found
     )
     return found
 

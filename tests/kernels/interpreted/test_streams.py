@@ -87,6 +87,9 @@ def passed(
     row, weights = chosen.connection(plan, tensors_of(plan, width, streams.dtype), norm)(streams)
     new = chosen.written(streams, result, weights)
     torch.testing.assert_close(streams, before, rtol=0, atol=0, equal_nan=True)  # not modified
+    in_place = chosen.written(before, result, weights, in_place=True)
+    torch.testing.assert_close(in_place, new, rtol=0, atol=0, equal_nan=True)
+    assert (in_place is before) is (chosen is TRITON)
     mixing = () if weights.mixing is None else (weights.mixing,)
     return row, weights.result, *mixing, new
 

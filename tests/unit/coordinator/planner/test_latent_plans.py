@@ -178,7 +178,7 @@ def test_hy_4_begins_stages_where_layers_choose_and_hands_on_four_streams() -> N
 
 
 def test_kernels_of_gpus_have_no_copies_of_streams_in_float32() -> None:
-    """But three of each in the run dtype, and for each 256 elements 16 sums; 8 weights of a sub-layer."""
+    """But two of each in the run dtype, and for each 256 elements 16 sums; 8 weights of a sub-layer."""
     config = parse_config(HY_4)
     of_one_stream = replace(
         config, layers=tuple(replace(layer, connection=None) for layer in config.layers), collapse=None
@@ -195,5 +195,5 @@ def test_kernels_of_gpus_have_no_copies_of_streams_in_float32() -> None:
         found[dtype] = sizes[1] - sizes[0]
     frames = 2 * 3 * width  # received and sent, three streams more
     partial = 4 * (4 * width // 256 * 16 + 8)
-    assert found[DType.BF16] == tokens * (3 * 4 * width * 2 + partial + frames * 2)
+    assert found[DType.BF16] == tokens * (2 * 4 * width * 2 + partial + frames * 2)
     assert found[DType.F32] == tokens * (4 * width * (2 * 4 + 3 * 4) + frames * 4)  # by torch's operators
