@@ -21,6 +21,7 @@ from stage_worker.backends import tensor_views
 from stage_worker.backends.tensor_views import scale_rows, unscale_rows
 from stage_worker.model import (
     attention_work,
+    block_indexer,
     compressed_writes,
     indexer,
     joined_attention,
@@ -28,6 +29,7 @@ from stage_worker.model import (
     projections,
 )
 from stage_worker.model.attention_work import AttentionWork
+from stage_worker.model.block_work import SequenceBlocks
 from stage_worker.model.choice_work import ChoiceGroup
 from stage_worker.model.compressed_work import JoinedWork, SequencePages
 from stage_worker.model.gated_delta import SeparateDelta
@@ -36,6 +38,7 @@ from stage_worker.model.kimi_delta import SeparateChannelDelta
 from stage_worker.model.layer_weights import DeltaWeights, KimiDeltaWeights, MambaWeights, NgramWeights
 from stage_worker.model.mamba2 import SeparateScan
 from stage_worker.model.ngrams import SeparateNgrams
+from stage_worker.model.norms import RowNorm
 from stage_worker.model.operations import (
     GateProjection,
     NgramFunction,
@@ -62,11 +65,13 @@ def use_torch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         "wire_rows": SimpleNamespace(scale_rows=scale_rows, unscale_rows=unscale_rows),
         "sampling": SimpleNamespace(choose=choose),
         "row_products": SimpleNamespace(row_product=row_product),
+        "block_keys": SimpleNamespace(write_keys=write_keys, block_keys=block_keys),
         "choices": SimpleNamespace(
             rotate_and_write_keys=rotate_and_write_keys, score=score, choose=choose_tokens
         ),
     }
     for module in (
+        block_indexer,
         compressed_writes,
         indexer,
         joined_attention,
@@ -248,23 +253,70 @@ def pool(
     rows.view(-1, width).index_copy_(0, slots, entries.squeeze(1))
 
 
-def score(queries: Tensor, weights: Tensor, group: ChoiceGroup, pages: Tensor, *, ratio: int = 1) -> Tensor:
+def write_keys(
+    projected: Tensor,
+    num_heads: int,
+    norm: RowNorm,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    pages: Tensor,
+    *,
+    has_queries: bool,
+) -> Tensor | None:
+    """See `triton_kernels.block_keys.write_keys`."""
+    heads, flat = projected.view(len(projected), num_heads + 1, -1), pages.view(-1, pages.shape[2])
+    written = heads.select(1, num_heads)
+    flat.copy_(_rows_at(flat, torch.where(slots < 0, len(flat), slots), written))
+    if not has_queries:
+        return None
+    queries = norm(heads.narrow(1, 0, num_heads))
+    rotate_(queries, cos, sin)
+    return queries
+
+
+def block_keys(
+    pages: Tensor, work: SequenceBlocks, size: int, norm: RowNorm, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """See `triton_kernels.block_keys.block_keys`."""
+    first_page, num_blocks, place = (column[:, None] for column in work.sequences.long().unbind(1))
+    blocks = torch.arange(work.longest, device=pages.device)[None]
+    is_block = blocks < num_blocks
+    tokens = torch.arange(work.longest * size, device=pages.device)[None]
+    is_token, page_size = tokens < num_blocks * size, pages.shape[1]
+    entries = torch.where(is_token, first_page + tokens // page_size, 0)
+    slots = work.table.long().index_select(0, entries.flatten()).view(entries.shape) * page_size
+    slots = torch.where(is_token, slots + tokens % page_size, 0)
+    keys = pages.view(-1, pages.shape[2]).index_select(0, slots.flatten()).float()
+    means = norm(keys.view(-1, size, keys.shape[1]).mean(dim=1).to(pages.dtype))
+    means = means.view(len(work.sequences), work.longest, -1)
+    rotate_(means, cos.narrow(0, 0, work.longest)[:, 0], sin.narrow(0, 0, work.longest)[:, 0])
+    into = torch.where(is_block, place + blocks, work.num_blocks)
+    return _rows_at(pages.new_zeros((work.num_blocks, pages.shape[2])), into, means)
+
+
+def score(
+    queries: Tensor, weights: Tensor | None, group: ChoiceGroup, pages: Tensor, *, ratio: int = 1
+) -> Tensor:
     """See `triton_kernels.choices.score`; `ratio` has its effect on the group's rows."""
     place, num_keys = (column[:, None] for column in group.rows.long().unbind(1))
-    blocks, table = group.blocks.long(), group.table.long()
+    blocks = group.blocks.long()
     rows = torch.arange(*group.span, device=blocks.device) if group.queries is None else group.queries
     of_rows = torch.searchsorted(blocks.select(1, 0), rows, right=True) - 1
     first_pages = blocks.select(1, 2).index_select(0, of_rows)
     tokens = torch.arange(group.longest, device=queries.device)[None]
     is_key, size = tokens < num_keys, pages.shape[1]
     entries = torch.where(is_key, first_pages[:, None] + tokens // size, 0)
-    slots = table.index_select(0, entries.flatten()).view(entries.shape) * size + tokens % size
+    if group.table is not None:
+        entries = group.table.long().index_select(0, entries.flatten()).view(entries.shape)
+    slots = entries * size + tokens % size
     keys = pages.view(-1, pages.shape[2]).index_select(0, torch.where(is_key, slots, 0).flatten()).float()
-    asked, factors = (_of_group(x, group) for x in (queries, weights))
-    products = torch.einsum("rhd,rsd->rhs", asked.float(), keys.view(*slots.shape, -1)).relu()
-    found = torch.einsum("rhs,rh->rs", products, factors)
+    asked = _of_group(queries, group).float()
+    products = torch.einsum("rhd,rsd->rhs", asked, keys.view(*slots.shape, -1)).relu()
+    if weights is not None:
+        products = products * _of_group(weights, group).unsqueeze(2)
     into = torch.where(is_key, place + tokens, group.num_scores)
-    return _rows_at(weights.new_zeros(group.num_scores), into, found)
+    return _rows_at(products.new_zeros(group.num_scores), into, products.sum(dim=1))
 
 
 def _of_group(rows: Tensor, group: ChoiceGroup) -> Tensor:
@@ -273,8 +325,8 @@ def _of_group(rows: Tensor, group: ChoiceGroup) -> Tensor:
     return rows.narrow(0, group.span[0], group.span[1] - group.span[0])
 
 
-def choose_tokens(scores: Tensor, group: ChoiceGroup, top_k: int) -> Tensor:
-    """See `triton_kernels.choices.choose`; by a stable order."""
+def choose_tokens(scores: Tensor, group: ChoiceGroup, top_k: int, *, has_last: bool = False) -> Tensor:
+    """See `triton_kernels.choices.choose`; by a stable order, in which what is no unit follows all units."""
     place, num_keys = (column[:, None] for column in group.rows.long().unbind(1))
     tokens = torch.arange(group.longest, device=scores.device)[None]
     is_key = tokens < num_keys
@@ -282,7 +334,8 @@ def choose_tokens(scores: Tensor, group: ChoiceGroup, top_k: int) -> Tensor:
     found = scores.index_select(0, places.flatten()).view(places.shape)
     own = found.masked_fill(is_key.logical_not(), -torch.inf)
     order = own.sort(dim=1, descending=True, stable=True).indices.narrow(1, 0, top_k)
-    return order.sort(dim=1).values.to(torch.int32)
+    chosen = order.sort(dim=1).values
+    return (torch.cat((chosen, num_keys), dim=1) if has_last else chosen).to(torch.int32)
 
 
 def _gathered(pages: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
@@ -322,6 +375,7 @@ def attend(
     sinks: Tensor | None = None,
     page_scales: Tensor | None = None,
     chosen: Tensor | None = None,
+    unit: int = 1,
 ) -> None:
     """See `triton_kernels.attention.attend`."""
     num_rows, _, row_width = query.shape
@@ -334,8 +388,9 @@ def attend(
     is_key = keys < end
     tokens = keys
     if chosen is not None:
-        places = torch.where(is_key, row * chosen.shape[1] + keys, 0)
-        tokens = chosen.flatten().long().index_select(0, places.flatten()).view(keys.shape)
+        places = torch.where(is_key, row * chosen.shape[1] + keys // unit, 0)
+        units = chosen.flatten().long().index_select(0, places.flatten()).view(keys.shape)
+        tokens = units * unit + keys % unit
     entries = torch.where(is_key, first + tokens // block_size, 0)
     page = work.table.long().index_select(0, entries.flatten()).view(keys.shape)
     found = _gathered(pages, page_scales, torch.where(is_key, page * block_size + tokens % block_size, 0))

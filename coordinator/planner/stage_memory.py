@@ -19,7 +19,8 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
   above its top_k, its keys of all gathered tokens with a float32 copy, scores of some heads, their sum with
   copies while tokens are chosen, and T * top_k numbers of chosen tokens (4). An indexer of blocks likewise
   has scores of blocks, and two masks of tokens (4 each) with a temporary (1) for the queries of a step's
-  decodes, or of a block of a prompt.
+  decodes, or of a block of a prompt. Kernels of GPUs that choose blocks have no masks: the keys of all
+  blocks, and scores, choices and results of parts of keys of a group of queries at a time.
 * N-grams have for each token three numbers of each head (8), their rows twice, and of all residual streams
   eight times their width in the run dtype, and twice in float32.
 * Compressed attention reads the keys of windows, pools entries, and reads those of all gathered tokens, or
@@ -96,23 +97,20 @@ from checkpoint import (
     state_bytes,
 )
 from checkpoint.block_indexer import BlockIndexer
-from checkpoint.choices import no_choice_kernels_because, top_k_of
+from checkpoint.choices import block_indexer_of, no_choice_kernels_because, top_k_of
 from checkpoint.devices import no_kernels_because
 from checkpoint.held import stage_table_bytes, table_bytes
 from checkpoint.implementation import Implementation
 from checkpoint.step_graphs import graph_bytes
 from checkpoint.step_sizes import (
     BLOCK_SCORES,
-    CHOICE_PART,
-    CHOICE_QUERIES,
-    CHOICE_ROWS,
-    CHOICE_SCORES,
     CHUNK_SPLIT,
     FEWEST_QUERIES,
     KEPT_POSITIONS,
     KEY_SPLIT,
     SHORT_CHUNK,
 )
+from coordinator.planner.choice_memory import block_choice_bytes, block_mask_bytes, group_elements
 from coordinator.planner.compressed_memory import CompressedStep
 from coordinator.planner.mixer_sizes import (
     RotaryTables,
@@ -325,6 +323,7 @@ class StageMemory:
         is_in_place = self._computes_in_place(device)
         if is_in_place and (top_k := self._chosen_in_place()) is not None:
             return self._choosing_bytes(role, longest, top_k)
+        blocks = self._blocks_in_place() if is_in_place else None
         gathers = [not (is_in_place and self._attends_in_place(kind)) for kind in self.config.kinds]
         num_copies = 1 if device is DeviceKind.HOST else 2
         size = self.limits.max_step_tokens * longest * self._mask_bytes() if any(gathers) else 0
@@ -333,13 +332,13 @@ class StageMemory:
             + (
                 gathered * num_copies * self._gathered_bytes(kind)
                 if copies
-                else self._in_place_bytes(kind.mixer, longest, gathered)
+                else self._in_place_bytes(kind.mixer, *self._read_whole(blocks, longest, gathered))
             )
             for kind, copies in zip(self.config.kinds, gathers, strict=True)
         )
         mixers = [kind.mixer for kind in self.config.kinds]
         size += max((self._expanded_bytes(mixer, longest) for mixer in mixers), default=0)
-        size += max((self._index_bytes(mixer, longest, gathered) for mixer in mixers), default=0)
+        size += max((self._index_bytes(mixer, longest, gathered, blocks) for mixer in mixers), default=0)
         if not is_in_place:
             of_entries = [self._compressed(mixer) for mixer in mixers if isinstance(mixer, Compressed)]
             size += max((step.num_bytes(longest, gathered) for step in of_entries), default=0)
@@ -363,6 +362,17 @@ class StageMemory:
             return None
         return top_k_of(kinds)
 
+    def _blocks_in_place(self) -> BlockIndexer | None:
+        """The indexer of blocks, if kernels of a GPU choose them in all layers with pages."""
+        kinds = self.config.kinds
+        are_native = all(isinstance(kind.mixer, Pageless) or self._attends_in_place(kind) for kind in kinds)
+        return block_indexer_of(kinds) if are_native and no_choice_kernels_because(kinds) is None else None
+
+    def _read_whole(self, blocks: BlockIndexer | None, longest: int, gathered: int) -> tuple[int, int]:
+        """Tokens of the longest sequence, and of all, which queries read without a choice among `blocks`."""
+        most = longest if blocks is None else min(longest, (blocks.top_blocks + 1) * blocks.block_size - 1)
+        return most, min(gathered, self.limits.max_step_sequences * most)
+
     def _choosing_bytes(self, role: StageRole, longest: int, top_k: int) -> int:
         """`activation_bytes` on a GPU whose kernels choose `top_k` tokens of each query that sees more.
 
@@ -382,18 +392,9 @@ class StageMemory:
         if parts > 1:
             size += limits.max_step_sequences * parts * widest.num_heads * (widest.kv_rank + 2) * 4
         if longest > top_k:
-            size += 4 * (limits.max_step_tokens * top_k + self._group_elements(longest, top_k))
+            size += 4 * (limits.max_step_tokens * top_k + group_elements(self.limits, longest, top_k))
         size += self._logits_bytes() if role.has_head else 0
         return self._with_rotary_bytes(size, longest)
-
-    def _group_elements(self, longest: int, top_k: int) -> int:
-        """Scores of a group of queries, and the choices of parts of two levels, of 4 bytes each."""
-        rows = min(CHOICE_ROWS, self.limits.max_step_tokens)
-        of_row = longest + CHOICE_QUERIES  # rounded up
-        scores = min(rows * of_row, max(CHOICE_SCORES, CHOICE_QUERIES * of_row))
-        parts = -(-longest // CHOICE_PART)
-        further = -(-parts * top_k // CHOICE_PART)
-        return scores + rows * (parts + further) * top_k
 
     def _with_rotary_bytes(self, step_bytes: int, longest: int) -> int:
         """The memory of a step with its tables of rotary angles, or while the largest one is computed."""
@@ -481,7 +482,8 @@ class StageMemory:
             return self._partial_bytes(mixer, longest, read)
         compressor, of_group = mixer.compressor, 0
         if compressor is not None and compressor.indexer is not None:
-            of_group = self._group_elements(longest // compressor.ratio, compressor.indexer.num_chosen)
+            num_entries, chosen = longest // compressor.ratio, compressor.indexer.num_chosen
+            of_group = group_elements(self.limits, num_entries, chosen)
         return self._compressed(mixer).in_place_bytes(longest, read, of_group)
 
     def _partial_bytes(self, mixer: Mixer, longest: int, read: int) -> int:
@@ -529,14 +531,19 @@ class StageMemory:
     def _compressed(self, mixer: Compressed) -> CompressedStep:
         return CompressedStep(mixer, self.dtype, self.limits, self.block_size)
 
-    def _index_bytes(self, mixer: Mixer, longest: int, gathered: int) -> int:
+    def _index_bytes(
+        self, mixer: Mixer, longest: int, gathered: int, in_place: BlockIndexer | None = None
+    ) -> int:
         """An indexer's scores, the keys that they are computed from, and the choice for all queries.
 
         Keys are those of `gathered` tokens, with a float32 copy. Scores of some heads are computed at once,
-        or of one; their sum has four copies while tokens are chosen, one of 8 bytes.
+        or of one; their sum has four copies while tokens are chosen, one of 8 bytes. Kernels of a GPU choose
+        blocks `in_place`.
         """
+        if isinstance(mixer, Attention) and in_place is not None:
+            return block_choice_bytes(mixer, in_place, self.dtype, self.limits, longest, gathered)
         if isinstance(mixer, Attention) and mixer.indexer is not None:
-            return self._block_index_bytes(mixer.indexer, longest, gathered)
+            return block_mask_bytes(mixer.indexer, self.dtype, longest, gathered)
         if not isinstance(mixer, Latent) or mixer.top_k is None or longest <= mixer.top_k:
             return 0
         choice = self.limits.max_step_tokens * mixer.top_k * 4
@@ -545,16 +552,6 @@ class StageMemory:
         keys = gathered * mixer.index_width * (self.dtype.size_bytes + 4)
         pairs = max(gathered, BLOCK_SCORES, FEWEST_QUERIES * longest)
         return choice + keys + (max(INDEX_ELEMENTS, pairs) + 5 * pairs) * 4
-
-    def _block_index_bytes(self, indexer: BlockIndexer, longest: int, gathered: int) -> int:
-        """Like `_index_bytes`, with keys of blocks beside keys of tokens, and masks of tokens."""
-        if longest // indexer.block_size <= indexer.top_blocks:
-            return 0
-        keys = gathered * indexer.head_dim * (self.dtype.size_bytes + 4)
-        of_blocks = 2 * keys // indexer.block_size
-        pairs = max(gathered, BLOCK_SCORES, FEWEST_QUERIES * longest)
-        scores = pairs // indexer.block_size
-        return keys + of_blocks + (max(INDEX_ELEMENTS, scores) + 5 * scores) * 4 + pairs * (2 * 4 + 1)
 
     def _ngram_bytes(self, layer: LayerPlan) -> int:
         """Bytes of one token while embeddings of n-grams are added."""

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from checkpoint.block_indexer import BlockIndexer
 from checkpoint.compressed import Compressor
 from checkpoint.step_sizes import BLOCK_SCORES, FEWEST_QUERIES
 from stage_worker.model.decode_rows import Column, DecodeRows
@@ -48,7 +49,7 @@ class ViewRules:
     `queries_per_item` queries in an item of attention work. `compressors` are those of the stage's layers;
     their entries are in the block group without a window, of which no layer has keys then; the queries of
     these layers see keys through `key_window`. With `top_k`, Triton kernels choose that many of a query's
-    tokens if it sees more.
+    tokens if it sees more; with `indexer`, they choose blocks.
     """
 
     block_size: int
@@ -60,6 +61,7 @@ class ViewRules:
     compressors: tuple[Compressor, ...] = ()
     key_window: int = 0
     top_k: int | None = None
+    indexer: BlockIndexer | None = None
 
     def does_choose(self, end_position: int) -> bool:
         """Whether queries of a slice of several tokens that ends there choose among its tokens."""

@@ -1,8 +1,8 @@
 """The indexer of attention to chosen blocks: means of keys, scores of blocks, and masks of the others.
 
 Pages have the keys of single tokens, as they are projected; means, norms and rotations of all blocks that a
-sequence has are computed in each step. Scores and choices are as in `stage_worker.model.indexer`. What is not
-chosen is hidden by masks, in decodes, too.
+sequence has are computed in each step. Scores and choices are as in `stage_worker.model.indexer`. torch's
+operators hide by masks what is not chosen, in decodes, too; Triton kernels read only what a query has chosen.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from checkpoint.block_indexer import BlockIndexer
 from checkpoint.blueprint import NormKind
 from checkpoint.names import TensorRole
 from stage_worker.model.attention_views import DecodeView, PrefillView, QueryBlock
+from stage_worker.model.choice_work import ChoiceGroup
 from stage_worker.model.indexer import IndexQueries, chosen_tokens
-from stage_worker.model.kernels import Kernels
-from stage_worker.model.norms import NormWeights, row_norm
+from stage_worker.model.kernels import Kernels, load_triton
+from stage_worker.model.norms import NormWeights
+from stage_worker.model.operations import attend_in_pages, operations
 from stage_worker.model.projections import Weight, project
 from stage_worker.model.rope import Rotary, rotate_
 from stage_worker.model.step_layout import LayerKv
@@ -37,20 +39,21 @@ class BlockChooser:
     ) -> None:
         """Packed weights replace the given one."""
         assert mixer.indexer is not None, "a layer without an indexer"
-        self._plan = plan = mixer.indexer
+        self._mixer, self._plan = mixer, mixer.indexer
         self._rotary, self._block_rotary = Rotary.of_queries(mixer), Rotary.of_blocks(mixer)
-        norm = Norm(kind=NormKind.RMS_OFFSET, eps=plan.norm_eps)
+        norm = Norm(kind=NormKind.RMS_OFFSET, eps=self._plan.norm_eps)
         self._input = project(weight, None, kernels.layer_products)
         self._query_norm, self._key_norm = (
-            row_norm(norm, norms[role]) for role in (TensorRole.INDEX_Q_NORM, TensorRole.INDEX_K_NORM)
+            operations(kernels).norm(norm, norms[role])
+            for role in (TensorRole.INDEX_Q_NORM, TensorRole.INDEX_K_NORM)
         )
 
     def __call__(self, normed: Tensor, kv: LayerKv) -> AttentionViews:
         """Write the keys of the step's tokens, with the layer's input `normed` [m, hidden_size]; return the
-        views of the step in which all but the chosen blocks are hidden.
+        views of the step in which all but the chosen blocks are hidden. By torch's operators.
         """
         step, views, plan = kv.step, kv.step.views[None], self._plan
-        assert views.work is None, "kernels that know no choice"
+        assert not kv.kernels.are_triton, "work lists without masks"
         projected = self._input(normed)[: step.num_tokens]
         queries, fresh = projected.split_with_sizes((plan.num_heads * plan.head_dim, plan.head_dim), dim=1)
         kv.write_index(fresh)
@@ -68,6 +71,54 @@ class BlockChooser:
                 for (begin, end), view in prefills
             ),
         )
+
+    def attend(
+        self, normed: Tensor, query: Tensor, output: Tensor, kv: LayerKv, sinks: Tensor | None
+    ) -> None:
+        """Write the keys of the step's tokens, and fill the rows of `output` [n, heads, head_dim] whose
+        queries choose blocks, from the rotated `query` [n, heads, head_dim]. By Triton kernels.
+        """
+        kernels, plan, step = load_triton("block_keys"), self._plan, kv.step
+        choices, pages = step.views[None].block_choices, kv.index.store(kv.layer)
+        rotary, projected = step.rotary[self._rotary], self._input(normed)[: step.num_tokens]
+        queries = kernels.write_keys(
+            *(projected, plan.num_heads, self._query_norm, rotary.cos, rotary.sin, kv.writes.by_row, pages),
+            has_queries=choices is not None,
+        )
+        if choices is None:
+            return
+        rotary = step.rotary[self._block_rotary]
+        keys = kernels.block_keys(
+            pages, choices.blocks, plan.block_size, self._key_norm, rotary.cos, rotary.sin
+        )
+        for group in choices.groups:
+            self._attend_to_choice(query, output, group, kv, self._chosen(queries, keys, group), sinks)
+
+    def _chosen(self, queries: Tensor, keys: Tensor, group: ChoiceGroup) -> Tensor:
+        """Blocks int32 [r, top_blocks + 1] of the group's queries, each followed by the block of its last
+        tokens; `keys` are [blocks, head_dim].
+        """
+        kernels, plan = load_triton("choices"), self._plan
+        scores = kernels.score(queries, None, group, keys[:, None], ratio=plan.block_size)
+        chosen: Tensor = kernels.choose(scores, group, plan.top_blocks, has_last=True)
+        return chosen
+
+    def _attend_to_choice(
+        self,
+        query: Tensor,
+        output: Tensor,
+        group: ChoiceGroup,
+        kv: LayerKv,
+        blocks: Tensor,
+        sinks: Tensor | None,
+    ) -> None:
+        """Fill the rows of `group` in `output` from `blocks` of each query, see `_chosen`."""
+        rows, unit = slice(*group.span), self._plan.block_size
+        own = query[rows] if group.queries is None else query.index_select(0, group.queries)
+        found = output[rows] if group.queries is None else torch.empty_like(own)
+        attend_in_pages(own, found, group.attention, self._mixer, kv, sinks, blocks, unit)
+        if group.queries is not None:
+            output.index_copy_(0, group.queries, found)
 
     def _has_choice(self, num_keys: int) -> bool:
         return num_keys // self._plan.block_size > self._plan.top_blocks

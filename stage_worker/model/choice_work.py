@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from checkpoint.step_sizes import CHOICE_QUERIES, CHOICE_ROWS, CHOICE_SCORES, KEY_SPLIT
-from stage_worker.model.attention_views import OnHost, Place
+from stage_worker.model.attention_views import HostArray, OnHost, Place
 from stage_worker.model.attention_work import (
     ITEM_FIELDS,
     MERGE_FIELDS,
@@ -48,17 +48,17 @@ class ChoiceGroup:
     """Queries that choose together, with int32 tensors.
 
     They are rows `span` of the step, as (begin, end), or `queries` int64 [r]. `table` [p] has the pages of
-    units of all sequences, one sequence after the other. `blocks` is [b, BLOCK_FIELDS]: row of the first of
-    consecutive queries in the step, their number (0: they are not scored), first page of their sequence in
-    `table`, position of the first in tokens, place of its scores, and their distance. `rows` is
-    [r, ROW_FIELDS]: place of a query's scores, and the number of units that it sees, which is at most
-    `longest`. `attention` has queries counted within the group, keys within their choices, and `table`; a
-    query that sees no unit has no item.
+    units of all sequences, one sequence after the other; without it, pages are in this order themselves.
+    `blocks` is [b, BLOCK_FIELDS]: row of the first of consecutive queries in the step, their number (0: they
+    are not scored), first page of their sequence in `table`, position of the first in tokens, place of its
+    scores, and their distance. `rows` is [r, ROW_FIELDS]: place of a query's scores, and the number of units
+    that it sees, which is at most `longest`. `attention` has queries counted within the group, and keys
+    within their choices; a query that sees no unit has no item.
     """
 
     span: tuple[int, int]
     queries: Tensor | None
-    table: Tensor
+    table: Tensor | None
     blocks: Tensor
     rows: Tensor
     attention: AttentionWork
@@ -78,8 +78,10 @@ class _HostGroup:
     num_scores: int
     longest: int
 
-    def on_device(self, array: Tensor, table: Tensor, queries: Tensor | None) -> ChoiceGroup:
-        """The group, once `array`, the `table` of pages and the `queries` are on the device."""
+    def on_device(
+        self, array: Tensor, table: Tensor | None, pages: Tensor, queries: Tensor | None
+    ) -> ChoiceGroup:
+        """The group, once `array`, its `table`, the table of `pages`, and the `queries` are on the device."""
         blocks, rows, items, merges = array.split_with_sizes(self.sizes)
         return ChoiceGroup(
             span=self.span,
@@ -90,12 +92,55 @@ class _HostGroup:
             attention=AttentionWork(
                 items=items.view(-1, ITEM_FIELDS),
                 merges=merges.view(-1, MERGE_FIELDS),
-                table=table,
+                table=pages,
                 num_partial=self.num_partial,
                 num_queries=1,
             ),
             num_scores=self.num_scores,
             longest=self.longest,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostGroups:
+    """All `groups` of a step before they are on the device, as one `array` int32."""
+
+    groups: tuple[_HostGroup, ...]
+    array: Int32s
+
+    @classmethod
+    def of(
+        cls,
+        decodes: DecodeRows,
+        rows: Column,
+        slices: Sequence[SliceLayout],
+        first_rows: Sequence[int],
+        first_pages: Column,
+        *,
+        top_k: int,
+        ratio: int,
+        split: SplitChoice,
+    ) -> HostGroups:
+        """See `choice_groups`; the units of each sequence begin at one of `first_pages`."""
+        blocks = query_blocks(decodes, rows, slices, first_rows, first_pages, CHOICE_QUERIES)
+        splits = np.where(np.arange(len(blocks.rows)) < len(rows), KEY_SPLIT, UNSPLIT)
+        blocks = replace(blocks, splits=splits)
+        assert not blocks.first_blocks.any(), "blocks of sequences without a window are never released"
+        spans = _grouped(blocks, len(rows), ratio)
+        groups = tuple(_host_group(blocks.take(own), top_k, ratio, split) for own in spans)
+        return cls(groups, np.concatenate([group.array for group in groups]))
+
+    @property
+    def arrays(self) -> tuple[HostArray, ...]:
+        """What `on_device` needs on the device."""
+        return self.array, *(group.queries for group in self.groups if group.queries is not None)
+
+    def on_device(self, place: Place, table: Tensor | None, pages: Tensor) -> tuple[ChoiceGroup, ...]:
+        """The groups, with a `table` of units (None: these lie in order), and that of `pages` of tokens."""
+        parts = place(self.array).split_with_sizes([len(group.array) for group in self.groups])
+        return tuple(
+            group.on_device(part, table, pages, None if group.queries is None else place(group.queries))
+            for group, part in zip(self.groups, parts, strict=True)
         )
 
 
@@ -123,24 +168,15 @@ def choice_groups(
     way round. `split` is called for each group, in order.
     """
     table, first_pages = page_table(decodes, slices, block_size, step=max(1, ratio // block_size))
-    blocks = query_blocks(decodes, rows, slices, first_rows, first_pages, CHOICE_QUERIES)
-    blocks = replace(blocks, splits=np.where(np.arange(len(blocks.rows)) < len(rows), KEY_SPLIT, UNSPLIT))
-    assert not blocks.first_blocks.any(), "blocks of sequences without a window are never released"
-    groups = [
-        _host_group(blocks.take(own), top_k, ratio, split) for own in _grouped(blocks, len(rows), ratio)
-    ]
-    array = np.concatenate([table, *(group.array for group in groups)])
-    sizes = [len(table), *(len(group.array) for group in groups)]
-    scattered = [group.queries for group in groups if group.queries is not None]
+    groups = HostGroups.of(
+        decodes, rows, slices, first_rows, first_pages, top_k=top_k, ratio=ratio, split=split
+    )
 
     def make(place: Place) -> tuple[ChoiceGroup, ...]:
-        pages, *parts = place(array).split_with_sizes(sizes)
-        return tuple(
-            group.on_device(part, pages, None if group.queries is None else place(group.queries))
-            for group, part in zip(groups, parts, strict=True)
-        )
+        pages = place(table)
+        return groups.on_device(place, pages, pages)
 
-    return OnHost((array, *scattered), make)
+    return OnHost((table, *groups.arrays), make)
 
 
 def _strides(blocks: QueryBlocks, ratio: int) -> Column:

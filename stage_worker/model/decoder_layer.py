@@ -230,20 +230,31 @@ class GroupedAttention:
             query.mul_(rotary.query_scale)
         new = normed.new_empty if is_whole else normed.new_zeros
         mixed = new(num_rows, num_heads, self._mixer.head_dim)
-        views = None if self._choose is None else self._choose(normed, kv)
+        output = mixed if is_whole else mixed[:num_tokens]
         attend(
             query,
             heads,
-            mixed if is_whole else mixed[:num_tokens],
+            output,
             operations=self._operations,
             mixer=self._mixer,
             kv=kv,
-            views=views,
+            views=self._views(normed, query, output, kv),
             sinks=self._sinks,
         )
         if gates is not None:
             mixed.mul_(gates.sigmoid())
         return mixed.view(num_rows, -1)
+
+    def _views(self, normed: Tensor, query: Tensor, output: Tensor, kv: LayerKv) -> AttentionViews | None:
+        """Views of the queries without a row of `output` so far, None for those of the step; Triton kernels
+        fill the rows of queries that choose blocks.
+        """
+        if self._choose is None:
+            return None
+        if not kv.kernels.are_triton:
+            return self._choose(normed, kv)
+        self._choose.attend(normed, query, output, kv, self._sinks)
+        return None
 
     def _heads(self, normed: Tensor) -> Tensor:
         """Queries, keys and values [m, heads + 2 * kv_heads, head_dim] of `normed` [m, hidden_size]."""

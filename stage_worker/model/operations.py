@@ -315,6 +315,7 @@ def attend_in_pages(
     kv: LayerKv,
     sinks: Tensor | None = None,
     chosen: Tensor | None = None,
+    unit: int = 1,
 ) -> None:
     """Fill the rows of `output` that `work` names, see `triton_kernels.attention.attend`."""
     load_triton("attention").attend(
@@ -328,6 +329,7 @@ def attend_in_pages(
         sinks=sinks,
         page_scales=kv.scales,
         chosen=chosen,
+        unit=unit,
     )
 
 

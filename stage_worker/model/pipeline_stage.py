@@ -21,7 +21,7 @@ from checkpoint import (
     stage_weight_bytes,
 )
 from checkpoint.boundary import HIDDEN_STATES
-from checkpoint.choices import top_k_of
+from checkpoint.choices import block_indexer_of, top_k_of
 from checkpoint.compressed import Compressed, compressors_of, has_entries
 from checkpoint.held import stage_table_bytes
 from checkpoint.implementation import Implementation
@@ -201,6 +201,7 @@ class PipelineStage(ABC):
             compressors=self._compressors,
             key_window=self._key_window,
             top_k=top_k_of(self.config.kinds) if self.kernels.are_triton else None,
+            indexer=block_indexer_of(self.config.kinds) if self.kernels.are_triton else None,
         )
 
     @torch.inference_mode()

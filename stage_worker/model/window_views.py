@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
+from checkpoint.block_indexer import BlockIndexer
 from stage_worker.model.attention_views import (
     DecodeView,
     HostArray,
@@ -20,6 +21,7 @@ from stage_worker.model.attention_views import (
     prefill_view,
 )
 from stage_worker.model.attention_work import AttentionWork, HostWork
+from stage_worker.model.block_work import BlockChoices, block_choices
 from stage_worker.model.choice_work import ChoiceGroup, choice_groups
 from stage_worker.model.decode_rows import NO_DECODES, Column, DecodeRows, SliceRows
 from stage_worker.model.kernels import AttentionMethod
@@ -34,7 +36,7 @@ class AttentionViews:
     others, in the order of `StepLayout.prefill_rows`. With Triton kernels, `work` covers one-token slices
     instead, and the others, too, unless they have other kernels; in that case its items count only the rows
     `work_rows` int64 [b] (None: all). Slices of which queries choose among their tokens are in `choices`
-    instead.
+    instead, or in `block_choices`.
     """
 
     decodes: tuple[DecodeView, ...]
@@ -42,6 +44,7 @@ class AttentionViews:
     work: AttentionWork | None = None
     work_rows: Tensor | None = None
     choices: tuple[ChoiceGroup, ...] = ()
+    block_choices: BlockChoices | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +100,9 @@ def _work_views(
     """Views for Triton kernels of `decodes` in `rows`, and of `longer` slices from rows `begins` on."""
     if rules.top_k is not None:
         return _views_of_choices(decodes, rows, longer, begins, rules.top_k, rules)
+    if rules.indexer is not None:
+        assert window is None, "blocks of all tokens"
+        return _views_of_block_choices(decodes, rows, longer, begins, rules.indexer, rules)
     has_all = rules.kernels.prefill is AttentionMethod.TRITON
     work = HostWork.of(
         decodes,
@@ -138,6 +144,45 @@ def _views_of_choices(
     if groups is None and not others:
         return WindowViews(view_of(work), work)
     return WindowViews(_view_of_both(work, kept_rows, others, groups))
+
+
+def _views_of_block_choices(
+    decodes: DecodeRows,
+    rows: Column,
+    longer: Sequence[SliceLayout],
+    begins: Sequence[int],
+    indexer: BlockIndexer,
+    rules: ViewRules,
+) -> WindowViews:
+    """Like `_work_views`, where queries of more than `indexer.top_blocks` whole blocks choose among them."""
+    fewest = (indexer.top_blocks + 1) * indexer.block_size
+    do_choose = [item.end_position >= fewest for item in longer]
+    decode_choices = len(decodes) > 0 and int(decodes.positions.max()) + 1 >= fewest
+    nothing = (NO_DECODES, rows[:0])
+    choosing, kept = ((decodes, rows), nothing) if decode_choices else (nothing, (decodes, rows))
+    work = HostWork.of(
+        *kept,
+        [item for item, chooses in zip(longer, do_choose, strict=True) if not chooses],
+        [row for row, chooses in zip(begins, do_choose, strict=True) if not chooses],
+        window=None,
+        block_size=rules.block_size,
+        queries_per_item=rules.queries_per_item,
+    )
+    if not decode_choices and not any(do_choose):
+        return WindowViews(view_of(work), work)
+    choices = block_choices(
+        *choosing,
+        list(itertools.compress(longer, do_choose)),
+        list(itertools.compress(begins, do_choose)),
+        indexer=indexer,
+        block_size=rules.block_size,
+    )
+    plain = view_of(work)
+
+    def make(place: Place) -> AttentionViews:
+        return replace(plain.make(place), block_choices=choices.make(place))
+
+    return WindowViews(OnHost((*plain.arrays, *choices.arrays), make))
 
 
 def _view_of_both(

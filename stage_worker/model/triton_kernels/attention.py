@@ -78,10 +78,14 @@ def _factors(highest, other):
 
 # fmt: off
 @triton.jit
-def _places(table, chosen, keys, is_key, kv_head, NUM_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Rows of pages of `keys`, which are places in a choice if there is one."""
+def _places(
+    table, chosen, keys, is_key, kv_head, NUM_ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    UNIT: tl.constexpr = 1,
+):
+    """Rows of pages of `keys`, which are places in a choice of units if there is one."""
     if chosen is not None:
-        keys = tl.load(chosen + keys, mask=is_key, other=0)
+        units = tl.load(chosen + keys // UNIT, mask=is_key, other=0)
+        keys = units * UNIT + keys % UNIT
     page = tl.load(table + keys // BLOCK_SIZE, mask=is_key, other=0)
     return (page * NUM_ROWS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
 
@@ -91,13 +95,13 @@ def attend_to_range(
     mixed, highest, total, asked, asked_tail, pages, scales, table, chosen, begin, end, positions, kv_head,
     scale, softcap, window, ARE_SEEN: tl.constexpr, NUM_KV: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr,
-    IS_FP8: tl.constexpr, WIDENS: tl.constexpr,
+    IS_FP8: tl.constexpr, WIDENS: tl.constexpr, UNIT: tl.constexpr = 1,
 ):
     """Go on with what `_attend_to_keys` returns. ARE_SEEN: all queries see all keys, a multiple of KEYS."""
     for start in range(begin, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         is_key = keys < end
-        at = _places(table, chosen, keys, is_key, kv_head, NUM_PARTS * NUM_KV, BLOCK_SIZE)
+        at = _places(table, chosen, keys, is_key, kv_head, NUM_PARTS * NUM_KV, BLOCK_SIZE, UNIT)
         found = _page_rows(
             pages, scales, at, is_key, asked.dtype, 0, WIDTH, asked.shape[1], ROW_WIDTH, IS_FP8
         )
@@ -133,7 +137,7 @@ def _attend_to_keys(
     asked, asked_tail, pages, scales, table, chosen, begin, end, first, positions, kv_head, scale, softcap,
     window, IS_PROMPT: tl.constexpr, NUM_KV: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr, ROW_WIDTH: tl.constexpr, IS_FP8: tl.constexpr,
-    WIDENS: tl.constexpr,
+    WIDENS: tl.constexpr, UNIT: tl.constexpr = 1,
 ):
     """Unscaled mixed values [lanes, columns], the highest scores, and the sums of weights.
 
@@ -147,13 +151,13 @@ def _attend_to_keys(
         mixed, highest, total = attend_to_range(
             mixed, highest, total, asked, asked_tail, pages, scales, table, chosen, begin,
             begin + num_seen, positions, kv_head, scale, softcap, window, True, NUM_KV, KEYS, BLOCK_SIZE,
-            NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8, WIDENS,
+            NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8, WIDENS, UNIT,
         )
         begin += num_seen
     return attend_to_range(
         mixed, highest, total, asked, asked_tail, pages, scales, table, chosen, begin, end, positions,
         kv_head, scale, softcap, window, False, NUM_KV, KEYS, BLOCK_SIZE, NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8,
-        WIDENS,
+        WIDENS, UNIT,
     )
 
 
@@ -166,14 +170,14 @@ def attend_kernel(
     NUM_KV: tl.constexpr, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_PARTS: tl.constexpr,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, ROW_WIDTH: tl.constexpr, TAIL: tl.constexpr,
     IS_FP8: tl.constexpr, WIDENS: tl.constexpr, ITEM_FIELDS: tl.constexpr, TOP_K: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """One item and `HEADS` of the `GROUP` heads that share a key: grid [items, NUM_KV * TILES].
 
-    A row of pages has `ROW_WIDTH` elements: the first `WIDTH`, padded to `MAIN`, and a tail for scores only,
-    padded to `TAIL`. Values are the first `WIDTH` elements of the last part's rows. Keys of single queries
-    are places in their rows of `chosen` [queries, TOP_K], if it is given.
+    Rows of pages have `WIDTH` elements, padded to `MAIN`, and to `ROW_WIDTH` a tail for scores, padded to
+    `TAIL`. Values are the first `WIDTH` of the last part's rows. Keys of single queries are places in their
+    rows of `chosen` [queries, TOP_K] of units of UNIT keys. A prompt's last items have most keys: they begin.
     """
-    # The last items of a prompt have the most keys, and begin first.
     item = items + (tl.num_programs(0) - 1 - tl.program_id(0)) * ITEM_FIELDS
     num_queries, kv_head = tl.load(item + 1), tl.program_id(1) // TILES
     if num_queries == 0:
@@ -190,7 +194,7 @@ def attend_kernel(
     mixed, highest, total = _attend_to_keys(
         asked, asked_tail, pages, scales, table + tl.load(item + 2), chosen, tl.load(item + 3),
         tl.load(item + 4), tl.load(item + 5), tl.load(item + 5) + index, kv_head, scale, softcap, window,
-        QUERIES > 1, NUM_KV, KEYS, BLOCK_SIZE, NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8, WIDENS,
+        QUERIES > 1, NUM_KV, KEYS, BLOCK_SIZE, NUM_PARTS, WIDTH, ROW_WIDTH, IS_FP8, WIDENS, UNIT,
     )
     partial = tl.load(item + 6)
     if partial < 0:
@@ -289,7 +293,7 @@ def hopper_attention() -> ModuleType | None:
         return None
 
 
-def tile_of(num_queries: int, query: Tensor, pages: Tensor) -> KeyTile:
+def tile_of(num_queries: int, query: Tensor, pages: Tensor, unit: int = 1) -> KeyTile:
     """Tiles of Hopper were chosen on an H200 for rows of 128 elements, see bench/STUDIES.md: decodes wait for
     loads, and prompts that `hopper_attention` leaves run on one warp group, so that two programs share a
     multiprocessor.
@@ -306,8 +310,8 @@ def tile_of(num_queries: int, query: Tensor, pages: Tensor) -> KeyTile:
             return KeyTile(queries, heads, min(128, 2 * _TILE_BYTES // row_bytes), 4, 3)
         return KeyTile(queries, heads, min(64, 2 * _PROMPT_TILE_BYTES // row_bytes), 4, 3)
     tile_bytes = _TILE_BYTES if num_queries == 1 else _PROMPT_TILE_BYTES
-    if num_queries > 1 and has_scales:
-        tile_bytes //= 2  # converting takes registers
+    if has_scales and (num_queries > 1 or unit > 1):
+        tile_bytes //= 2  # converting takes registers, and so does finding keys of units
     keys = max(LEAST_ROWS, min(64, tile_bytes // row_bytes))
     return KeyTile(queries, heads, keys, 8 if queries * heads * padded(row_width) >= 64 * 128 else 4)
 
@@ -349,29 +353,24 @@ def attend(
     sinks: Tensor | None = None,
     page_scales: Tensor | None = None,
     chosen: Tensor | None = None,
+    unit: int = 1,
 ) -> None:
     """Fill the rows of `output` [n, heads, width] that `work` names from `query` [n, heads, row_width].
 
     `pages` is [num_blocks, parts, kv_heads, block_size, row_width]: keys and values of the same width, or one
     part that is both, of which values are the first `width` elements. `sinks` is float32 [heads].
     `page_scales` [num_blocks, parts, kv_heads, block_size] are those of 8-bit pages. With `chosen` int32
-    [n, top_k], keys of the work are places in a query's row there, which has the keys.
+    [n, top_k], keys of the work are places in a query's row there, which has units of `unit` keys.
     """
     mixed, stats = partial_results(work.num_partial, output)
     is_plain = all(option is None for option in (window, softcap, sinks, page_scales, chosen))
     for_hopper = hopper_attention() if is_plain and work.num_queries > 1 and is_hopper(query.device) else None
     given = (query, output, work, pages, mixed, stats, scale)
+    others = (window, softcap, sinks, page_scales, chosen, unit)
     if for_hopper is not None and for_hopper.takes(query, output, pages):
         for_hopper.start(*given)
     else:
-        _start_items(
-            *given,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            page_scales=page_scales,
-            chosen=chosen,
-        )
+        _start_items(*given, *others)
     if work.num_partial:
         merge(work.merges, mixed, stats, sinks, output)
 
@@ -403,18 +402,18 @@ def _start_items(
     mixed: Tensor,
     stats: Tensor,
     scale: float,
-    *,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
     page_scales: Tensor | None,
     chosen: Tensor | None,
+    unit: int,
 ) -> None:
     """`mixed` and `stats` are of parts of keys, see `hopper_attention.start`."""
     is_fp8 = pages.dtype is torch.float8_e4m3fn
-    tile = tile_of(work.num_queries, query, pages)
+    tile = tile_of(work.num_queries, query, pages, unit)
     constants = _constants(query, output, pages, tile, is_fp8=is_fp8)
-    constants["TOP_K"] = 0 if chosen is None else chosen.shape[1]
+    constants["TOP_K"], constants["UNIT"] = 0 if chosen is None else chosen.shape[1], unit
     grid = (len(work.items), pages.shape[2] * constants["TILES"])
     Launch(attend_kernel, grid, constants, tile.num_warps, tile.num_stages)(
         *(query, query.stride(0), pages.view(torch.uint8) if is_fp8 else pages, page_scales),

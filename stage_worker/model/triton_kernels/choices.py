@@ -16,6 +16,7 @@ level, in the order of units: what is not among the highest of a part is not amo
 # ruff: noqa: N803
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -93,19 +94,19 @@ def scores_kernel(
     """Scores of SPLIT units of RATIO tokens for a block of queries: grid [blocks, parts of the most]."""
     block = blocks + tl.program_id(0) * FIELDS
     first, count, position = tl.load(block), tl.load(block + 1), tl.load(block + 3)
-    begin = tl.program_id(1) * SPLIT
+    first_page, stride, begin = tl.load(block + 2), tl.load(block + 5), tl.program_id(1) * SPLIT
     end = tl.minimum((position + count) // RATIO, begin + SPLIT)
     if (count == 0) | (begin >= end):
         return
-    table += tl.load(block + 2)
     scores += tl.load(block + 4)
-    stride = tl.load(block + 5)
     heads, columns = tl.arange(0, HEADS), tl.arange(0, WIDTH)
     is_element = (heads < NUM_HEADS)[:, None] & (columns < HEAD_DIM)[None, :]
     for start in range(begin, end, KEYS):
         places = start + tl.arange(0, KEYS)
         is_key = places < end
-        page = tl.load(table + places // BLOCK_SIZE, mask=is_key, other=0)
+        page = first_page + places // BLOCK_SIZE
+        if table is not None:
+            page = tl.load(table + page, mask=is_key, other=0)
         at = (page * BLOCK_SIZE + places % BLOCK_SIZE).to(tl.int64)
         found = tl.load(
             keys + at[:, None] * HEAD_DIM + columns[None, :],
@@ -116,14 +117,14 @@ def scores_kernel(
             row = (first + index).to(tl.int64)
             own = queries + (row * NUM_HEADS + heads[:, None]) * HEAD_DIM + columns[None, :]
             asked = tl.load(own, mask=is_element, other=0.0)
-            if WIDENS:
-                asked = asked.to(tl.float32)
+            asked = asked.to(tl.float32) if WIDENS else asked
             products = tl.dot(asked, found, input_precision=PRECISION)
             products = tl.where(products < 0.0, 0.0, products)  # keeps what is not a number
-            weight = tl.load(weights + row * NUM_HEADS + heads, mask=heads < NUM_HEADS, other=0.0)
-            total = tl.sum(products * weight[:, None], 0)
-            num_seen = (position + index + 1) // RATIO
-            tl.store(scores + index * stride + places, total, mask=is_key & (places < num_seen))
+            if weights is not None:
+                weight = tl.load(weights + row * NUM_HEADS + heads, mask=heads < NUM_HEADS, other=0.0)
+                products = products * weight[:, None]
+            is_seen = is_key & (places < (position + index + 1) // RATIO)
+            tl.store(scores + index * stride + places, tl.sum(products, 0), mask=is_seen)
 
 
 @triton.jit
@@ -160,18 +161,21 @@ def _chosen(keys, wanted):
 )
 def choice_kernel(
     rows, scores, sources, source_stride, targets, target_stride, chosen,
-    TOP_K: tl.constexpr, LEVEL: tl.constexpr, PART: tl.constexpr, FIELDS: tl.constexpr,
+    TOP_K: tl.constexpr, LEVEL: tl.constexpr, PART: tl.constexpr, FIELDS: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """One part of what is left of one query's units: grid [queries, parts of the most of them].
 
     Those are all units, or on further levels `sources` [queries, source_stride]. A single part's choice is
-    final, others go to `targets`.
+    final, others go to `targets`. Rows of `chosen` have WIDTH units: if more than TOP_K, the next one after
+    all that the query sees is behind the others.
     """
-    row = tl.program_id(0)
+    row, lanes = tl.program_id(0), tl.arange(0, PART)
     num_left = tl.load(rows + row * FIELDS + 1)
-    lanes = tl.arange(0, PART)
+    chosen += row.to(tl.int64) * WIDTH
+    if WIDTH > TOP_K and LEVEL == 0 and tl.program_id(1) == 0:
+        tl.store(chosen + tl.minimum(num_left, TOP_K), num_left)
     if LEVEL == 0 and num_left <= TOP_K:
-        tl.store(chosen + row.to(tl.int64) * TOP_K + lanes, lanes, mask=lanes < num_left)
+        tl.store(chosen + lanes, lanes, mask=lanes < num_left)
         return
     is_open = num_left > TOP_K
     for _ in tl.static_range(LEVEL):
@@ -193,7 +197,7 @@ def choice_kernel(
     if LEVEL > 0:
         units = tl.load(sources + lanes, mask=is_chosen, other=0)
     further = targets + row.to(tl.int64) * target_stride + tl.program_id(1) * TOP_K
-    into = tl.where(num_left <= PART, chosen + row.to(tl.int64) * TOP_K, further)
+    into = tl.where(num_left <= PART, chosen, further)
     tl.store(into + place, units, mask=is_chosen)
 # fmt: on
 
@@ -230,14 +234,16 @@ def rotate_and_write_keys(
     Launch(rotation_kernel, grid, constants, 1)(queries, keys, cos, sin, cos.stride(0), slots, pages)
 
 
-def score(queries: Tensor, weights: Tensor, group: ChoiceGroup, pages: Tensor, *, ratio: int = 1) -> Tensor:
+def score(
+    queries: Tensor, weights: Tensor | None, group: ChoiceGroup, pages: Tensor, *, ratio: int = 1
+) -> Tensor:
     """Scores float32 [group.num_scores] of the units of `ratio` tokens that the group's queries see.
 
-    `queries` [n, heads, head_dim] and `weights` float32 [n, heads] are those of the step; `pages` are
-    [num_blocks, units of a block, head_dim].
+    `queries` [n, heads, head_dim] and `weights` float32 [n, heads] (None: 1) are those of the step; `pages`
+    are [num_blocks, units of a block, head_dim].
     """
     num_heads, head_dim = queries.shape[1:]
-    scores = weights.new_empty(group.num_scores)
+    scores = queries.new_empty(group.num_scores, dtype=torch.float32)
     constants = {
         "NUM_HEADS": num_heads,
         "HEADS": padded(num_heads, _LEAST_TILE),
@@ -255,18 +261,25 @@ def score(queries: Tensor, weights: Tensor, group: ChoiceGroup, pages: Tensor, *
     return scores
 
 
-def choose(scores: Tensor, group: ChoiceGroup, top_k: int) -> Tensor:
+def choose(scores: Tensor, group: ChoiceGroup, top_k: int, *, has_last: bool = False) -> Tensor:
     """The units int32 [queries, top_k] with the highest `scores` of each query of the group, ascending.
 
-    A query of fewer units has these, and undefined numbers after them.
+    With `has_last` it is [queries, top_k + 1]: the unit that follows all that the query sees comes last. A
+    query of fewer units has these, and undefined numbers after them.
     """
     num_rows = len(group.rows)
-    chosen = group.rows.new_empty(num_rows, top_k)
+    chosen = group.rows.new_empty(num_rows, top_k + has_last)
     found = None
     for level, num_parts in enumerate(_parts_of_levels(group.longest, top_k)):
         # The last level has no targets, but the same kernel as one that is not the last.
         following = chosen if num_parts == 1 else group.rows.new_empty(num_rows, num_parts * top_k)
-        constants = {"TOP_K": top_k, "LEVEL": level, "PART": CHOICE_PART, "FIELDS": ROW_FIELDS}
+        constants = {
+            "TOP_K": top_k,
+            "LEVEL": level,
+            "PART": CHOICE_PART,
+            "FIELDS": ROW_FIELDS,
+            "WIDTH": chosen.shape[1],
+        }
         Launch(choice_kernel, (num_rows, num_parts), constants, 16)(
             *(group.rows, scores, found, 0 if found is None else found.shape[1]),
             *(following, following.shape[1], chosen),

@@ -52,7 +52,7 @@ def _scaled_to_unit(x, y, eps, HALF: tl.constexpr):
 
 
 @triton.jit
-def _normed(x, y, weights, mask, eps, into, HALF: tl.constexpr, ROUNDS: tl.constexpr):
+def normed_halves(x, y, weights, mask, eps, into, HALF: tl.constexpr, ROUNDS: tl.constexpr):
     """Norm halves of heads by `weights` [heads, lanes]."""
     x, y = _scaled_to_unit(x, y, eps, HALF)
     if ROUNDS:
@@ -72,10 +72,17 @@ def _turned(x, other, cos, sin, into):
 @triton.jit
 def rotated(x, y, cos, sin, lanes, is_lane, into, HALF: tl.constexpr):
     """Halves of heads, rotated; the first half of `sin` is negated."""
-    cos_x = tl.load(cos + lanes, mask=is_lane, other=0.0).to(tl.float32)[None, :]
-    cos_y = tl.load(cos + HALF + lanes, mask=is_lane, other=0.0).to(tl.float32)[None, :]
-    sin_x = tl.load(sin + lanes, mask=is_lane, other=0.0).to(tl.float32)[None, :]
-    sin_y = tl.load(sin + HALF + lanes, mask=is_lane, other=0.0).to(tl.float32)[None, :]
+    lanes, is_lane = lanes[None, :], is_lane[None, :]
+    return rotated_rows(x, y, cos + lanes, sin + lanes, is_lane, into, HALF)
+
+
+@triton.jit
+def rotated_rows(x, y, cos, sin, mask, into, HALF: tl.constexpr):
+    """`rotated` by the angles at `cos` and `sin` [heads or 1, lanes], of the first halves."""
+    cos_x = tl.load(cos, mask=mask, other=0.0).to(tl.float32)
+    cos_y = tl.load(cos + HALF, mask=mask, other=0.0).to(tl.float32)
+    sin_x = tl.load(sin, mask=mask, other=0.0).to(tl.float32)
+    sin_y = tl.load(sin + HALF, mask=mask, other=0.0).to(tl.float32)
     return _turned(x, y, cos_x, sin_x, into), _turned(y, x, cos_y, sin_y, into)
 
 
@@ -119,10 +126,10 @@ def heads_kernel(
     if weights is not None:
         factors = weights + tl.where(is_query, 0, 2 * HALF) + lanes[None, :]
         if not IS_LATE:
-            x, y = _normed(x, y, factors, mask, eps, into, HALF, ROUNDS)
+            x, y = normed_halves(x, y, factors, mask, eps, into, HALF, ROUNDS)
     x, y = rotated(x, y, cos + row * table_stride, sin + row * table_stride, lanes, is_lane, into, HALF)
     if weights is not None and IS_LATE:
-        x, y = _normed(x, y, factors, mask, eps, into, HALF, ROUNDS)
+        x, y = normed_halves(x, y, factors, mask, eps, into, HALF, ROUNDS)
     tl.store(own, x.to(into), mask=mask & is_query)
     tl.store(own + HALF, y.to(into), mask=mask & is_query)
     slot = tl.load(slots + row)

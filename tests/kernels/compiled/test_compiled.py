@@ -33,6 +33,7 @@ from checkpoint.held import HeldBytes, HeldNibbles
 from checkpoint.ngrams import NgramEmbedding
 from checkpoint.recurrent import Recurrent
 from checkpoint.streams import GatedConnection, HyperConnection, WeightedCollapse
+from stage_worker.model import block_work
 from stage_worker.model.attention_work import MERGE_FIELDS, AttentionWork, HostWork, queries_per_item
 from stage_worker.model.choice_work import BLOCK_FIELDS, ROW_FIELDS, ChoiceGroup
 from stage_worker.model.compressed_work import JOINED_FIELDS, JoinedWork, SequencePages
@@ -46,7 +47,15 @@ from stage_worker.model.operations import StateFunction
 from stage_worker.model.state_rows import SEQUENCE_FIELDS, StateRows
 from stage_worker.model.step_layout import LayerStates
 from stage_worker.model.triton_kernels import attention as attention_kernels
-from stage_worker.model.triton_kernels import choices, gates, heads, last_rotation, launch, sampling
+from stage_worker.model.triton_kernels import (
+    block_keys,
+    choices,
+    gates,
+    heads,
+    last_rotation,
+    launch,
+    sampling,
+)
 from stage_worker.model.triton_kernels import compressed_attention as compressed_kernels
 from stage_worker.model.triton_kernels import wire_rows as wire
 from stage_worker.model.triton_kernels.attention import attend
@@ -55,6 +64,7 @@ from stage_worker.model.triton_kernels.compressed_attention import attend_joined
 from stage_worker.model.triton_kernels.experts import expert_products
 from stage_worker.model.triton_kernels.ngrams import FusedNgrams
 from stage_worker.model.triton_kernels.nibble_products import nibble_expert_products, nibble_product
+from stage_worker.model.triton_kernels.norms import KernelNorm
 from stage_worker.model.triton_kernels.operations import TritonOperations
 from stage_worker.model.triton_kernels.payload_sums import checksum
 from stage_worker.model.triton_kernels.pooling import Pooling, pool
@@ -241,6 +251,29 @@ def chosen_tokens(num_heads: int, dtype: torch.dtype, *, first: int = 0, top_k: 
         choices.rotate_and_write_keys(given, keys, table, table, slots, pages, first=first)
     scores = choices.score(queries, new((64, num_heads), dtype=F32), group, pages)
     choices.choose(scores, group, top_k)
+
+
+def chosen_blocks(dtype: torch.dtype, *, num_heads: int, size: int, top_blocks: int, longest: int) -> None:
+    """Of up to `longest` blocks of `size` tokens."""
+    table = new((64, 1, 128), dtype=dtype)
+    norm = KernelNorm(NormKind.RMS_OFFSET, 1e-6, new(128, dtype=F32))
+    projected, pages = new((64, (num_heads + 1) * 128), dtype=dtype), new((100, 16, 128), dtype=dtype)
+    slots, queries = new(64, dtype=torch.int64), None
+    for has_queries in (False, True):
+        queries = block_keys.write_keys(
+            projected, num_heads, norm, table, table, slots, pages, has_queries=has_queries
+        )
+    assert queries is not None
+    blocks = block_work.SequenceBlocks(
+        sequences=new((8, block_work.SEQUENCE_FIELDS), dtype=torch.int32),
+        table=new(1000, dtype=torch.int32),
+        num_blocks=8 * longest,
+        longest=longest,
+    )
+    keys = block_keys.block_keys(pages, blocks, size, norm, table, table)
+    group = replace(chosen_group(64, longest), table=None)
+    scores = choices.score(queries, None, group, keys[:, None], ratio=size)
+    choices.choose(scores, group, top_blocks, has_last=True)
 
 
 def norms(width: int, kind: NormKind, dtype: torch.dtype) -> None:
@@ -553,6 +586,12 @@ def _cases() -> dict[str, Callable[[], None]]:
             cases[f"chosen-latents-{name}"] = partial(latents, chosen=new((100, 2048), dtype=torch.int32))
             cases[f"choices-{name}"] = partial(chosen_tokens, 64, dtype)
             cases[f"choices-of-entries-{name}"] = partial(chosen_entries, dtype)
+        cases[f"chosen-blocks-{name}"] = partial(
+            attention, 24, 2, 256, dtype, is_decode=True, chosen=new((100, 513), dtype=torch.int32), unit=4
+        )
+        cases[f"choices-blocks-{name}"] = partial(
+            chosen_blocks, dtype, num_heads=4, size=4, top_blocks=512, longest=65_536
+        )
         cases[f"heads-{name}"] = partial(head_step, 32, 8, 128, dtype)
         cases[f"norms-{name}"] = partial(norms, 8192, NormKind.RMS, dtype)
         cases[f"gate-{name}"] = partial(gate, Activation.SILU, dtype)
@@ -565,7 +604,14 @@ def _cases() -> dict[str, Callable[[], None]]:
         cases[f"chosen-latents-{name}"] = partial(
             latents, element=element, chosen=new((100, 2048), dtype=torch.int32)
         )
+        blocks = partial(attention, 24, 2, 256, BF16, is_decode=True, unit=4)
+        cases[f"chosen-blocks-{name}"] = partial(
+            blocks, element=element, chosen=new((100, 513), dtype=torch.int32)
+        )
         cases[f"last-rotations-{name}"] = partial(last_rotations, 64, BF16, pending=1024, element=element)
+    cases["choices-long-blocks"] = partial(
+        chosen_blocks, BF16, num_heads=16, size=64, top_blocks=32, longest=4096
+    )
     for name, dtype in DTYPES.items():
         cases[f"last-rotations-{name}"] = partial(last_rotations, 128, dtype, pending=2560)
         cases[f"pooling-overlap-{name}"] = partial(

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from checkpoint import Blueprint, Checkpoint, DType
-from coordinator.planner import stage_memory
+from coordinator.planner import choice_memory
 from coordinator.planner.plan import DeviceKind, StepLimits
 from coordinator.planner.stage_memory import StageMemory
 from kvcache.pages import KvPages, PageGroups
@@ -158,7 +158,7 @@ def test_the_largest_step_with_choices_needs_no_more_than_the_plan_counts(
     family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a group of queries at a time, less than of all that are counted as absorbed."""
-    for module in (choices, stage_memory):
+    for module in (choices, choice_memory):
         monkeypatch.setattr(module, "CHOICE_PART", 64)
     directory = make_family(tmp_path / "model", family, num_layers=3, **changes)
     config = Checkpoint.open(directory).config
@@ -172,7 +172,7 @@ def test_the_largest_step_with_entries_needs_no_more_than_the_plan_counts(
     layers: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt of 60 tokens and decodes, of which queries choose 5 of up to 24 entries."""
-    for module in (choices, stage_memory):
+    for module in (choices, choice_memory):
         monkeypatch.setattr(module, "CHOICE_PART", 16)
     directory = make_family(tmp_path / "model", "deepseek_v4", num_layers=3, **LAYERS_WITH_ENTRIES)
     config = Checkpoint.open(directory).config
@@ -182,4 +182,19 @@ def test_the_largest_step_with_entries_needs_no_more_than_the_plan_counts(
     own = replace(config, layers=config.layers[begin:end] * 3)
     most, _ = bytes_of_the_largest_step(assignment, config, DType.BF16, monkeypatch)
     counted = counted_bytes(own, DType.BF16, assignment)
+    assert LEAST_SHARE_OF_CHOICES * counted <= most <= counted, (most, counted)
+
+
+def test_the_largest_step_with_choices_of_blocks_needs_no_more_than_the_plan_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of 64 tokens, of which queries choose 8 blocks of 3."""
+    for module in (choices, choice_memory):
+        monkeypatch.setattr(module, "CHOICE_PART", 16)
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    changed = {"ple_layer_ids": [], "layer_types": kinds}
+    directory = make_family(tmp_path / "model", "qwen4_exp_text", num_layers=3, **changed)
+    config = Checkpoint.open(directory).config
+    assignment = replace(assigned(directory, 1), dtype=DType.BF16)
+    most, counted = bytes_of_the_largest_step(assignment, config, DType.BF16, monkeypatch)
     assert LEAST_SHARE_OF_CHOICES * counted <= most <= counted, (most, counted)

@@ -32,18 +32,13 @@ _VIEWS |= {"split_with_sizes", "as_strided", "empty", "new_empty", "empty_stride
 _VIEWS |= {"empty_like", "unbind", "lift_fresh"}
 
 
-_BY_TORCH = ("qwen4_exp_text",)
-COMPUTED = [name for name in FAMILIES if name not in _BY_TORCH]
-"""Families without attention to entries or to blocks of tokens, which `Kernels.of` leaves to torch."""
-
-
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """From which tokens are chosen."""
     monkeypatch.setattr(choices, "CHOICE_PART", 64)
 
 
-@pytest.fixture(scope="module", params=COMPUTED)
+@pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.open(make_family(tmp_path_factory.mktemp(request.param) / "model", request.param))
 

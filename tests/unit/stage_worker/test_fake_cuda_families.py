@@ -19,10 +19,14 @@ from kvcache import KvGroup, KvWindow
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
 from stage_worker.model import block_indexer, experts, joined_attention, row_orders, weight_reads
+from stage_worker.model.choice_work import ChoiceGroup
+from stage_worker.model.kernels import by_triton
+from tests import torch_kernels
 from tests.fake_cuda import DEVICE, FakeCudaQueue, fake_cuda
 from tests.families import make_family
 from tests.integration.stage_bench import GREEDY, NUM_BLOCKS, Log, hidden_for, new_assignment
 from tests.staged import staged_executor
+from tests.torch_kernels import use_torch_kernels
 from tests.unit.stage_worker.test_fake_cuda_steps import steps
 from wire.frames import Frame
 
@@ -32,8 +36,8 @@ FAMILIES = ("deepseek_v4", "qwen4_exp_text")
 OTHER_GROUPS = {"deepseek_v4": (KvGroup(NUM_BLOCKS, KvWindow(9, 32)),)}
 
 
-def assigned(directory: Path, family: str, stage: int) -> Assignment:
-    model = make_family(directory / "model", family)
+def assigned(directory: Path, family: str, stage: int, **changes: Any) -> Assignment:
+    model = make_family(directory / "model", family, **changes)
     begin, end = LAYERS[stage]
     others = tuple(group.num_blocks for group in OTHER_GROUPS.get(family, ()))
     found = replace(new_assignment(model, stage=stage), layer_begin=begin, layer_end=end)
@@ -91,3 +95,35 @@ def test_torchs_operators_compute_a_step_between_one_copy_up_and_one_back(
             copies.counts.clear()
             executor.run(frame)
             assert (copies.counts["up"], copies.counts["down"]) == expected, kind
+
+
+@pytest.mark.parametrize("stage", LAYERS, ids=["FIRST", "MIDDLE", "LAST"])
+def test_kernels_choose_blocks_between_one_copy_up_and_one_back(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 of up to 15 blocks, in prompts and decodes, where a stage has attention; without n-grams, whose rows
+    torch's operators copy from the host.
+    """
+    without_waiting(monkeypatch)
+    chosen: list[tuple[int, bool]] = []
+    choose = torch_kernels.choose_tokens
+
+    def seen(scores: Tensor, group: ChoiceGroup, top_k: int, *, has_last: bool = False) -> Tensor:
+        chosen.append((top_k, has_last))
+        return choose(scores, group, top_k, has_last=has_last)
+
+    monkeypatch.setattr(torch_kernels, "choose_tokens", seen)
+    use_torch_kernels(monkeypatch)
+    assignment = assigned(tmp_path, "qwen4_exp_text", stage, ple_layer_ids=[])
+    frames = frames_of(assignment, "qwen4_exp_text")
+    with fake_cuda() as copies:
+        executor = loaded(assignment, new_kernels=by_triton)
+        executor.begin_epoch(1, stage=stage)
+        for kind, frame in frames:
+            copies.counts.clear()
+            executor.run(frame)
+            assert (copies.counts["up"], copies.counts["down"]) == (1, 1), kind
+    kinds = Checkpoint.open(Path(assignment.model_directory)).config.layers
+    num_attending = sum(layer.mixer.index_width > 0 for layer in kinds[slice(*LAYERS[stage])])
+    assert len(chosen) >= 4 * num_attending
+    assert set(chosen) == ({(8, True)} if num_attending else set())

@@ -12,6 +12,7 @@ from checkpoint import (
     entry_bytes_per_block,
     parse_config,
 )
+from coordinator.planner.choice_memory import group_elements
 from coordinator.planner.layer_kinds import layer_kinds
 from coordinator.planner.plan import DeviceKind, PlanImpossible, StepLimits, format_ranges
 from coordinator.planner.planner import make_plan
@@ -89,6 +90,6 @@ def test_kernels_of_gpus_count_results_of_parts_and_choices(config: Blueprint) -
     found = memory._in_place_bytes(heavy, longest, 4 * longest)
     slots, chunks = 8 * 2 * (0 + 4) * 128, min(64 * 3, 2 * 64 * (4 * (longest // 128 + 128) // 4096))
     assert found == slots + (4 * 17 + chunks) * of_part
-    group = memory._group_elements(longest // 4, 512)
+    group = group_elements(limits, longest // 4, 512)
     choices = 4 * (2 * 64 * 512 + group)
     assert memory._in_place_bytes(sparse, longest, 4 * longest) == 8 * 2 * 20 * 8 + choices + 8 * of_part

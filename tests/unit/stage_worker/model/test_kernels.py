@@ -456,7 +456,6 @@ def test_choices_that_kernels_do_not_make_are_left_to_torch(gpu: torch.device) -
         (with_mixers(config, top_k=4097), "choose up to 4096 tokens, not 4097"),
         (with_mixers(config, indexer=replace(indexer, num_heads=256)), "no indexer of 256 heads of 16"),
         (replace(config, layers=unequal), "as many tokens in each layer"),
-        (parse_config(config_of("qwen4_exp_text")), "no blocks of tokens"),
     ):
         chosen = Kernels.of(other, gpu, torch.bfloat16)
         assert (chosen.decode, chosen.prefill) == (AttentionMethod.PRODUCTS, AttentionMethod.PRODUCTS)
