@@ -49,6 +49,7 @@ from stage_worker.model.operations import (
 from stage_worker.model.rope import RotaryTable, rotate_, rotate_last_
 from stage_worker.model.state_rows import StateRows
 from stage_worker.model.step_layout import LayerStates
+from stage_worker.model.weight_reads import HostTable
 from stage_worker.sampling import step_rows
 
 MOST_KEYS = 64
@@ -100,6 +101,8 @@ class _StateOperations(TorchOperations):
     def ngram_function(
         self, plan: NgramEmbedding, weights: NgramWeights, kernels: Kernels
     ) -> NgramFunction | None:
+        if isinstance(weights.table, HostTable):
+            weights = replace(weights, table=weights.table.rows.to(weights.sizes.device))
         return _TableNgrams(SeparateNgrams(plan, weights, kernels))
 
 

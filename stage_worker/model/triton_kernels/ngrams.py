@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -191,7 +192,7 @@ def looked_up(
     """
     assert rows.sequences is not None, "slices of torch's operators"
     table = weights.table.rows if isinstance(weights.table, HostTable) else weights.table
-    found = table.new_empty(len(tokens), plan.width, device=tokens.device)
+    found = torch.empty(len(tokens), plan.width, dtype=table.dtype, device=tokens.device)
     columns, heads = padded(plan.head_dim), padded(plan.num_heads)
     constants = {
         "SIZE": plan.size,
