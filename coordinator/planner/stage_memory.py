@@ -253,12 +253,9 @@ class StageMemory:
         weights = self.outside_bytes(role) + sum(self.layer_bytes[layer_begin:layer_end])
         return weights - self.host_table_bytes(layer_begin, layer_end, device)
 
-    def host_table_bytes(self, layer_begin: int, layer_end: int, device: DeviceKind) -> int:
-        """Tables of a stage's layers that a GPU reads on its host; 0 on a CPU, where they are weights."""
-        if device is DeviceKind.HOST:
-            return 0
-        found: int = stage_table_bytes(self.config, self.dtype, layer_begin, layer_end)
-        return found
+    def host_table_bytes(self, begin: int, end: int, device: DeviceKind) -> int:
+        """Tables of layers [begin, end) that a GPU reads on its host; 0 on a CPU, where they are weights."""
+        return 0 if device is DeviceKind.HOST else stage_table_bytes(self.config, self.dtype, begin, end)
 
     def outside_bytes(self, role: StageRole) -> int:
         """Weights of a role besides its layers. FIRST and LAST both hold tied embeddings, ONLY once."""
