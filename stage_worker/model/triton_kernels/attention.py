@@ -296,7 +296,7 @@ def hopper_attention() -> ModuleType | None:
 def tile_of(num_queries: int, query: Tensor, pages: Tensor, unit: int = 1) -> KeyTile:
     """Tiles of Hopper were chosen on an H200 for rows of 128 elements, see bench/STUDIES.md: decodes wait for
     loads, and prompts that `hopper_attention` leaves run on one warp group, so that two programs share a
-    multiprocessor.
+    multiprocessor. Converting wide rows of 8 bits leaves registers for the smallest tile only.
     """
     group, row_width, element_bytes = query.shape[1] // pages.shape[2], query.shape[2], query.element_size()
     heads = LEAST_ROWS if num_queries == 1 else min(padded(group), MOST_HEADS)
@@ -313,6 +313,8 @@ def tile_of(num_queries: int, query: Tensor, pages: Tensor, unit: int = 1) -> Ke
     if has_scales and (num_queries > 1 or unit > 1):
         tile_bytes //= 2  # converting takes registers, and so does finding keys of units
     keys = max(LEAST_ROWS, min(64, tile_bytes // row_bytes))
+    if num_queries > 1 and has_scales and row_width > 256:
+        heads = max(1, LEAST_ROWS // queries)
     return KeyTile(queries, heads, keys, 8 if queries * heads * padded(row_width) >= 64 * 128 else 4)
 
 

@@ -118,12 +118,9 @@ def has_long_tiles(device: torch.device) -> bool:
 
 def _tile(work: JoinedWork, query: Tensor, keys: Tensor) -> KeyTile:
     """Programs of a decode are many, so that one sequence fills a GPU. With prompts they have the most heads
-    that compile without spills, since each program reads all keys of its queries again. Converting keys of
-    8 bits takes the registers of loads ahead.
+    that compile without spills, since each program reads all keys of its queries again.
     """
     tile = tile_of(work.num_queries, query, keys)
-    if keys.element_size() == 1 and work.num_queries > 1:
-        return replace(tile, num_stages=1)
     if not work.has_longer or query.element_size() == 4 or keys.element_size() == 1:
         return tile
     if has_long_tiles(query.device):

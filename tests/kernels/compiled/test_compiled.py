@@ -112,10 +112,12 @@ def attention(
     *,
     is_decode: bool,
     tail: int = 0,
+    are_shared: bool = False,
     element: torch.dtype | None = None,
     **options: Any,
 ) -> None:
-    row_width, parts = width + tail, 1 if tail else 2
+    """Keys with a `tail`, and those that `are_shared`, are values, too."""
+    row_width, parts = width + tail, 1 if tail or are_shared else 2
     pages = new((100, parts, kv_heads, 16, row_width), dtype=element or dtype)
     attend(
         new((100, heads, row_width), dtype=dtype),
@@ -652,7 +654,14 @@ def _compressed_cases() -> dict[str, Callable[[], None]]:
             cases[f"compressed-chosen-{phase}-{name}"] = partial(case, dtype, top_k=512)
         cases[f"compressed-128-{phase}"] = partial(case, BF16, ratio=128)
         cases[f"compressed-128-{phase}-fp8"] = partial(case, BF16, ratio=128, element=torch.float8_e4m3fn)
+        cases[f"compressed-128-{phase}-int8"] = partial(case, BF16, ratio=128, element=torch.int8)
         cases[f"compressed-chosen-{phase}-int8"] = partial(case, BF16, top_k=512, element=torch.int8)
+        window = partial(attention, 64, 1, 512, BF16, is_decode=is_decode, are_shared=True, window=128)
+        window = partial(window, sinks=new(64, dtype=F32))
+        kind = "decode" if is_decode else "chunk"  # of 32 rows a program
+        cases[f"compressed-window-{kind}"] = window
+        cases[f"compressed-window-{kind}-fp8"] = partial(window, element=torch.float8_e4m3fn)
+        cases[f"compressed-window-{kind}-int8"] = partial(window, element=torch.int8)
         of_pro = partial(compressed, 128, BF16, is_decode=is_decode)
         cases[f"compressed-chosen-{phase}-128-heads"] = partial(of_pro, top_k=1024)
     return cases

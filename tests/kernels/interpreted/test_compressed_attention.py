@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.compressed import Compressor, EntryIndexer
+from kvcache.scaled_pages import scaled_rows, unscaled_rows
 from stage_worker.model import attention_work
 from stage_worker.model.attention_views import OnHost, ViewRules
 from stage_worker.model.compressed_work import EntryWork, SequencePages, entry_work, sequence_pages
@@ -194,3 +195,13 @@ def test_queries_of_16_bits(dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         found.double(), expected, rtol=0, atol=3e-2 if dtype is torch.bfloat16 else 4e-3
     )
+
+
+@pytest.mark.parametrize("element", [torch.float8_e4m3fn, torch.int8])
+def test_keys_of_8_bits(element: torch.dtype) -> None:
+    """Of the window; entries are in the run dtype."""
+    step = Step(Case(top_k=TOP_K, ratio=8))
+    elements, scales = scaled_rows(step.key_pages.nan_to_num(), element)
+    step.keys = [unscaled_rows(*scaled_rows(rows, element), element, torch.float32) for rows in step.keys]
+    found, expected = computed(step, keys=elements.view(element), scales=scales[..., 0])
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
