@@ -33,7 +33,7 @@ GroupProducts = Callable[[Tensor, Tensor], None]
 """Fills its second argument [n, o_size] by the groups of heads of mixed values [n, q_size]."""
 
 
-def _groups(mixer: Compressed, weights: Tensor, products: ProductMethod) -> GroupProducts:
+def group_products(mixer: Compressed, weights: Tensor, products: ProductMethod) -> GroupProducts:
     """One product for all groups where a launch costs more than a product of one token."""
     if products is ProductMethod.TRITON_ROWS:
         return _BatchedGroups(mixer, weights)
@@ -86,7 +86,7 @@ class CompressedAttention:
         self._key = project(weights.key, None, products)
         self._writes = compressed_writes(mixer, weights.pooling, norms, kernels)
         self._attend = joined_attention(mixer, weights.sinks.float(), kernels)
-        self._groups = _groups(mixer, weights.groups, products)
+        self._groups = group_products(mixer, weights.groups, products)
         self._pending = None if weights.pending is None else project(weights.pending, None, products)
         self._index_query = None
         if weights.index_query is not None:

@@ -23,7 +23,9 @@ from kvcache.pages import PageGroups
 from stage_worker.assignment import Assignment
 from stage_worker.backends.backend import StageLoadError
 from stage_worker.loading.stage_pages import kv_bytes_of, new_pages
+from stage_worker.model.compressed_attention import group_products
 from stage_worker.model.joined_attention import JoinedSoftmax
+from stage_worker.model.kernels import ProductMethod
 from stage_worker.model.layer_weights import allocate_layer
 from stage_worker.model.weights import load_tensors
 from tests.checkpoints import edit_config, load_reference
@@ -148,6 +150,19 @@ def test_parts_of_keys_are_joined_as_one_softmax() -> None:
     seen[[1, 3], :, 7:] = -torch.inf
     weights = torch.cat((seen, sinks[:, None].expand(4, 3, 1)), -1).softmax(-1)[..., :-1]
     torch.testing.assert_close(softmax.mixed(), weights @ values)
+
+
+def test_products_of_all_groups_at_once_equal_those_of_each(directory: Path) -> None:
+    mixer = Checkpoint.open(directory).config.layers[0].mixer
+    assert isinstance(mixer, Compressed)
+    weights, mixed = torch.randn(mixer.o_size, mixer.group_size), torch.randn(7, mixer.q_size)
+    found = []
+    for products in (ProductMethod.TRITON_ROWS, ProductMethod.LINEAR):
+        output = torch.full((9, mixer.o_size), torch.nan)
+        group_products(mixer, weights, products)(mixed, output[:7])
+        found.append(output)
+    assert bool(found[0][7:].isnan().all())
+    torch.testing.assert_close(*(output[:7] for output in found))
 
 
 def assignment(checkpoint: Checkpoint, **changes: Any) -> Assignment:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoint import Blueprint, Checkpoint, DType, parse_config
+from checkpoint import Blueprint, Checkpoint, Compressed, DType, parse_config
 from checkpoint.blueprint import Indexer
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
 from stage_worker.model.decoder import DecoderStage
@@ -462,6 +462,27 @@ def test_choices_that_kernels_do_not_make_are_left_to_torch(gpu: torch.device) -
         assert reason in str(chosen)
         with pytest.raises(KernelsUnavailable, match=f"compiled is not possible: .* {reason}"):
             Kernels.of(other, gpu, torch.bfloat16, KernelChoice.COMPILED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_chosen": 4097}, "choose up to 4096 entries, not 4097"),
+        ({"num_heads": 256}, "no indexer of 256 heads of 16"),
+        ({"head_dim": 512}, "no indexer of 16 heads of 512"),
+    ],
+)
+def test_entries_that_kernels_do_not_choose_are_left_to_torch(
+    changes: dict[str, int], reason: str, gpu: torch.device
+) -> None:
+    config = parse_config(config_of("deepseek_v4"))
+    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, Compressed)]
+    choosing = next(mixer.compressor for mixer in mixers if mixer.compressor and mixer.compressor.indexer)
+    assert choosing.indexer is not None
+    compressor = replace(choosing, indexer=replace(choosing.indexer, **changes))
+    chosen = Kernels.of(with_mixers(config, compressor=compressor), gpu, torch.bfloat16)
+    assert (chosen.decode, chosen.prefill) == (AttentionMethod.PRODUCTS, AttentionMethod.PRODUCTS)
+    assert reason in str(chosen)
 
 
 def test_an_older_compiled_module_is_not_used(
