@@ -55,7 +55,7 @@ def serve(executor: StepExecutor, assignment: Assignment, others: tuple[KvGroup,
             log.complete(StepResult.of(step.epoch, step.step_id, answers))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4", "hy_v4"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4", "hy_v4", "qwen4_exp_text"])
 @pytest.mark.parametrize("stage", LAYERS, ids=["FIRST", "MIDDLE", "LAST"])
 def test_serving_launches_what_warm_up_has_launched(
     family: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
