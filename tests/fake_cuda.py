@@ -98,7 +98,8 @@ class Copies(TorchDispatchMode):
         given = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         made = {leaf.device.type for leaf in tree_leaves(found) if isinstance(leaf, Tensor)}
         self.counts["operations"] += 1
-        if "cpu" in given and "cuda" in made:
+        is_copy = func is not _aten.new_empty.default  # like a table in memory of the host
+        if "cpu" in given and "cuda" in made and is_copy:
             self.counts["up"] += 1
         if "cuda" in given and "cpu" in made:
             self.counts["down"] += 1

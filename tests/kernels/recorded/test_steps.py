@@ -20,7 +20,7 @@ from tests.unit.stage_worker.test_fake_cuda_families import LAYERS, assigned, fr
 
 pytestmark = pytest.mark.kernels
 
-TRITON_FAMILIES = ("deepseek_v4",)
+TRITON_FAMILIES = ("deepseek_v4", "qwen4_exp_text")
 _ENTRIES = {"last_rotation_kernel": 2, "joined_kernel": 1}
 ATTENTION: dict[int, dict[str, int]] = {
     0: {"last_rotation_kernel": 2, "attend_kernel": 1},
@@ -28,6 +28,16 @@ ATTENTION: dict[int, dict[str, int]] = {
     2: _ENTRIES | {"last_rotation_kernel": 3, "scores_kernel": 1, "choice_kernel": 1},
 }
 """Launches of a layer's attention: queries with keys, an indexer's queries, and their output, back."""
+BLOCKS = {
+    "heads_kernel": 1,
+    "index_kernel": 1,
+    "block_keys_kernel": 1,
+    "scores_kernel": 1,
+    "choice_kernel": 1,
+    "attend_kernel": 1,
+}
+NGRAMS = {"lookup_kernel": 1, "advance_kernel": 1, "gates_kernel": 1, "convolution_kernel": 2}
+"""With the convolution of Gated DeltaNet."""
 POOLED = {0: 0, 1: 0, 2: 2}
 """Of entries and keys of the indexer; of 8 tokens none ends in that step."""
 
@@ -69,3 +79,15 @@ def test_launches_of_compressed_attention(
     (_, first), (_, last) = (step for step in steps if step[0] == "decodes")
     assert {name: number for name, number in last.items() if name in every} == ATTENTION[layer]
     assert (first["pooling_kernel"], last["pooling_kernel"]) == (POOLED[layer], 0)
+
+
+@pytest.mark.parametrize(("layer", "expected"), [(1, BLOCKS), (3, NGRAMS)])
+def test_launches_of_blocks_and_ngrams(
+    layer: int, expected: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one layer, in steps of decodes."""
+    launches = record_launches(monkeypatch)
+    found = replace(assigned(tmp_path, "qwen4_exp_text", 1), dtype=DType.BF16)
+    steps = launched(replace(found, layer_begin=layer, layer_end=layer + 1), "qwen4_exp_text", launches)
+    for names in (step for kind, step in steps if kind == "decodes"):
+        assert expected.items() <= names.items()
