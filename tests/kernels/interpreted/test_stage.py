@@ -143,6 +143,22 @@ def test_layers_that_share_a_choice_launch_no_indexer(
     assert (counts["rotation_kernel"], counts["attend_kernel"]) == (4, 5)
 
 
+@pytest.mark.parametrize("lengths", [[40, 3], [25, 3]], ids=["choices", "whole"])
+def test_a_choice_of_blocks_launches_three_kernels(
+    lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a query of more than 8 whole blocks of 3 tokens, only keys are written."""
+    changed: dict[str, Any] = {
+        "ple_layer_ids": [],
+        "layer_types": ["full_attention", *["linear_attention"] * 4],
+    }
+    checkpoint = Checkpoint.open(make_family(tmp_path / "model", "qwen4_exp_text", **changed))
+    counts = launches_of_a_step(checkpoint, monkeypatch, lengths, cuts=(1,))
+    for name in ("block_keys_kernel", "scores_kernel", "choice_kernel"):
+        assert counts[name] == (max(lengths) >= 26)
+    assert counts["index_kernel"] == counts["attend_kernel"] == 1
+
+
 @pytest.mark.parametrize(
     ("lengths", "choices", "pools"),
     [([40, 3], 1, (0, 1)), ([38, 2], 1, (0, 0)), ([15, 3], 0, (1, 1))],
