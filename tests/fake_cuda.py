@@ -114,7 +114,7 @@ def fake_cuda() -> Iterator[Copies]:
 
 
 def with_data(make: Callable[..., T]) -> Callable[..., T]:
-    """`make`, with tensors of the host that have data, as those of frames."""
+    """`make`, with tensors of the host that have data, as frames have."""
 
     def made(*arguments: Any, **options: Any) -> T:
         with unset_fake_temporarily():

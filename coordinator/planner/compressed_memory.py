@@ -22,7 +22,7 @@ class CompressedStep:
     def num_bytes(self, longest: int, gathered: int) -> int:
         """The most of what attention to windows, pooling and attention to entries need, one after the other.
 
-        Entries are those of `gathered` tokens, a query's those of `longest`.
+        There are entries of `gathered` tokens; a query sees entries of `longest`.
         """
         of_windows = self._window_bytes(longest, gathered)
         if (compressor := self.mixer.compressor) is None:

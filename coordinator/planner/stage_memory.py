@@ -23,7 +23,7 @@ a longest sequence of C = min(max_sequence_tokens, K) tokens:
   blocks, and scores, choices and results of parts of keys of a group of queries at a time.
 * N-grams have for each token three numbers of each head (8), their rows twice, and of all residual streams
   eight times their width in the run dtype, and twice in float32.
-* Compressed attention reads the keys of windows, pools entries, and reads those of all gathered tokens, or
+* Compressed attention reads the keys of windows, pools entries, and reads entries of all gathered tokens, or
   their keys and the entries that an indexer chooses, with float32 copies, and scores of all heads; see
   `planner.compressed_memory`. What it computes of a token is counted as in latent attention, with its output
   in float32 twice, while parts of its keys are joined. Kernels of GPUs attend to keys and entries in place.
@@ -533,7 +533,7 @@ class StageMemory:
     ) -> int:
         """An indexer's scores, the keys that they are computed from, and the choice for all queries.
 
-        Keys are those of `gathered` tokens, with a float32 copy. Scores of some heads are computed at once,
+        There are keys of `gathered` tokens, with a float32 copy. Scores of some heads are computed at once,
         or of one; their sum has four copies while tokens are chosen, one of 8 bytes. Kernels of a GPU choose
         blocks `in_place`.
         """

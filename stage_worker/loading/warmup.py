@@ -105,7 +105,7 @@ class LargestStep:
     @classmethod
     def of(cls, assignment: Assignment, config: Blueprint) -> LargestStep:
         """Within the limits of `assignment`: as many decodes and tokens as possible, then the longest history
-        of the chunk, then those of the decodes.
+        of the chunk, then the histories of the decodes.
         """
         size, longest, groups = assignment.block_size, assignment.max_sequence_tokens, assignment.group_blocks
         visible = [_most_visible(window, size) for window in group_windows(config.cache_windows)]

@@ -76,7 +76,7 @@ class CompressedAttention:
         norms: Mapping[TensorRole, NormWeights],
         kernels: Kernels,
     ) -> None:
-        """`norms` has those of latents, keys and entries. Packed weights replace the given ones."""
+        """`norms` has the weights of latents, keys and entries. Packed weights replace the given ones."""
         products = kernels.layer_products
         self._mixer, self._rotary = mixer, Rotary.of(mixer)
         norm = Norm(kind=NormKind.RMS_WIDE, eps=mixer.norm_eps)

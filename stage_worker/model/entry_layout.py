@@ -81,7 +81,7 @@ class EntryArrays:
             yield from self.work.arrays
 
     def make(self, ropes: Mapping[Rotary, Rope], place: Place) -> EntryStep:
-        """The step, once `arrays` are on the device; of `ropes`, those of layers with entries are used."""
+        """The step, once `arrays` are on the device; of `ropes`, layers with entries use their own."""
         rotary = {}
         if len(self.firsts):
             firsts, end = place(self.firsts), int(self.firsts.max()) + 1

@@ -105,7 +105,7 @@ class KvWrites:
 class StepLayout:
     """A step of `num_tokens` rows, the concatenated tokens of its slices, for a stage with `kernels`.
 
-    `positions` int64 [num_tokens] are those of the rows in their sequences.
+    `positions` int64 [num_tokens] are the places of the rows in their sequences.
     `rotary` has an entry for each distinct `Rotary` of the stage's layers. `prefill_rows` are the row
     ranges of slices of several tokens. `views` has an entry for each distinct window of the layers. A stage
     with layers of several block groups has one layout per group, from the second group on in `others`.
@@ -374,7 +374,7 @@ class LayerKv:
 
 @dataclass(slots=True, eq=False)
 class LayerStates:
-    """Recurrent states of one layer in a step: `parts` are those of its slots, see `StateStore.layer`."""
+    """Recurrent states of one layer in a step: `parts` of all slots, see `StateStore.layer`."""
 
     step: StepLayout
     parts: list[Tensor]
@@ -460,7 +460,7 @@ def _row_ranges(slices: Sequence[SliceLayout], begin: int) -> list[tuple[int, in
 def _kv_writes(
     decodes: DecodeRows, slices: Sequence[SliceLayout], ranges: Sequence[tuple[int, int]], rules: ViewRules
 ) -> tuple[Column, Column, OnHost[KvWrites]]:
-    """Slots, those of each row (-1: none), and the writes to them."""
+    """Slots, the slot of each row (-1: none), and the writes to them."""
     block_size, is_cleared = rules.block_size, rules.kernels.decode is not AttentionMethod.TRITON
     decode_slots = decodes.slots(block_size)
     begun = (decode_slots[decode_slots % block_size == 0] // block_size).tolist() if block_size > 1 else []
