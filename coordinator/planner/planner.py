@@ -353,14 +353,16 @@ def _plan_of(
 def _check_hosts(stages: Sequence[StagePlan], workers: Sequence[WorkerCapacity]) -> None:
     """Raise PlanImpossible for GPUs of one host with more tables than it has memory for.
 
-    The search counts the tables of one stage at a time.
+    The search counts the tables of one stage at a time. A worker offers what was free at its start, less by
+    tables of earlier ones: the largest offer is the host's.
     """
-    by_name = {worker.name: worker for worker in workers}
     for worker in workers:
-        held = [one for one in stages if one.table_bytes and _are_on_one_host(worker, by_name[one.worker])]
-        tables, room = sum(one.table_bytes for one in held), worker.host_memory_bytes
-        if room is not None and tables > room:
-            names = ", ".join(one.worker for one in held)
+        rooms = {one.name: one.host_memory_bytes for one in workers if _are_on_one_host(worker, one)}
+        known = [room for room in rooms.values() if room is not None]
+        held = [stage for stage in stages if stage.table_bytes and stage.worker in rooms]
+        tables, room = sum(stage.table_bytes for stage in held), max(known, default=0)
+        if len(known) == len(rooms) and tables > room:
+            names = ", ".join(stage.worker for stage in held)
             raise PlanImpossible(
                 f"{names} on one host need {format_size(tables)} of its memory for tables of n-grams, which"
                 f" GPUs read there, but it has {format_size(room)} ({format_size(tables - room)} too little)"

@@ -142,6 +142,18 @@ def test_tables_of_one_host_are_counted_together(config: Blueprint) -> None:
         assert [bool(stage.table_bytes) for stage in plan.stages] == [True, False, False, True]
 
 
+@pytest.mark.parametrize("device", [DeviceKind.HOST, DeviceKind.GPU_IN_PLACE])
+def test_a_worker_without_room_serves_beside_the_table_of_another_one(
+    config: Blueprint, device: DeviceKind
+) -> None:
+    """A CPU offers no host memory, and a GPU that starts after the load of the table what that left."""
+    first, *others = gpus(*[(96 * GIB, 120 * GIB)] * 4)
+    beside = replace(others[0], device=device, host_memory_bytes=0 if device is DeviceKind.HOST else 20 * GIB)
+    given = [replace(worker, memory_domain="host") for worker in (first, beside, *others[1:])]
+    plan = make_plan(config, DType.BF16, given, limits=LIMITS, block_size=16)
+    assert [bool(stage.table_bytes) for stage in plan.stages] == [True, False, False, False]
+
+
 def test_layers_are_named_by_what_they_do(config: Blueprint) -> None:
     plan = make_plan(config, DType.BF16, workers(*[128 * GIB] * 4), limits=LIMITS, block_size=16)
     kinds = {kind.name.partition(" + 10 of")[0]: kind for kind in layer_kinds(config, plan).kinds}
