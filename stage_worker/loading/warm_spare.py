@@ -3,7 +3,8 @@
 On a CPU they are what a stage computes with. For a GPU they are in memory of the host, beside `--memory`, in
 the form that the GPU computes with, so that a takeover only copies them. At most half of the host's available
 memory is pinned for them, since the system cannot page it out or use it otherwise. What exceeds that is
-copied by the readers, through the pinned windows of a load.
+copied by the readers, through the pinned windows of a load. A table of n-grams, which the GPU will read
+there, is always page-locked, and leaves less for the others.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from stage_worker.model.weight_reads import (
     CopyEvent,
     DeviceCopies,
     HostBytes,
+    HostTable,
     WeightPiece,
     WeightReads,
 )
@@ -36,8 +37,10 @@ class HostCopies(DeviceCopies, Protocol):
 class HostWeights(Generic[T]):
     """Copies of all tensors of one part, their bytes one after the other in blocks of `WINDOW_BYTES`.
 
+    A device reads tables of n-grams on the host: they are kept as they are.
+
     Attributes:
-        form: The weights, with tensors without content.
+        form: The weights, with tensors without content, and the tables.
         blocks: uint8 [`WINDOW_BYTES`] each, the last one shorter; the first `num_pinned` are pinned.
     """
 
@@ -47,14 +50,15 @@ class HostWeights(Generic[T]):
 
     @classmethod
     def copied(cls, weights: T, copies: HostCopies, *, pinned_limit_bytes: int) -> HostWeights[T]:
-        """Copy `weights` from their device; blocks are pinned up to `pinned_limit_bytes`.
+        """Copy `weights` from their device; blocks are pinned up to `pinned_limit_bytes`, less the tables.
 
         Raises errors of the device.
         """
         sources: list[Tensor] = []
         form = with_tensors(weights, partial(_emptied, sources))
         sizes = _block_sizes(sum(source.nbytes for source in sources))
-        num_pinned = min(len(sizes), max(pinned_limit_bytes, 0) // WINDOW_BYTES)
+        left_bytes = max(pinned_limit_bytes - _table_bytes(form), 0)
+        num_pinned = min(len(sizes), left_bytes // WINDOW_BYTES)
         blocks = [
             copies.host_memory(size) if index < num_pinned else np.empty(size, np.uint8)
             for index, size in enumerate(sizes)
@@ -75,7 +79,8 @@ class HostWeights(Generic[T]):
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks[: self.num_pinned])
+        """Of pinned blocks and of tables."""
+        return sum(block.nbytes for block in self.blocks[: self.num_pinned]) + _table_bytes(self.form)
 
     def restored(self, device: torch.device, reads: WeightReads, on_piece: Callable[[], None]) -> T:
         """New weights on `device`, filled through `reads`, whose copies are to it.
@@ -111,6 +116,17 @@ def with_tensors(weights: T, replaced: Callable[[Tensor], Tensor]) -> T:
         }
         found = replace(weights, **changes)
     return found  # type: ignore[no-any-return]
+
+
+def _table_bytes(weights: object) -> int:
+    """Page-locked memory of the tables in `weights`, see `with_tensors`."""
+    if isinstance(weights, HostTable):
+        return weights.rows.nbytes
+    if isinstance(weights, Mapping):
+        return sum(map(_table_bytes, weights.values()))
+    if is_dataclass(weights) and not isinstance(weights, type):
+        return sum(_table_bytes(getattr(weights, field.name)) for field in fields(weights))
+    return 0
 
 
 def _emptied(found: list[Tensor], tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from stage_worker.model.host_weights import HostWeights
 from stage_worker.model.kernels import PLAIN
 from stage_worker.model.layer_weights import LayerWeights, allocate_layer
 from stage_worker.model.ngrams import NgramLookup
-from stage_worker.model.weight_reads import HostTable, WeightReads
+from stage_worker.model.weight_reads import WINDOW_BYTES, HostTable, WeightReads
 from stage_worker.model.weights import load_tensors
 from tests.fake_device import FakeQueue
 from tests.families import make_family
@@ -98,6 +98,19 @@ def test_a_spare_keeps_a_table_as_it_is(checkpoint: Checkpoint) -> None:
         again = kept.restored(torch.device("cpu"), reads, lambda: None)
     assert again.ngrams is not None and again.ngrams.table is weights.ngrams.table
     assert torch.equal(again.ngrams.conv, weights.ngrams.conv)
+
+
+def test_a_spare_counts_a_table_as_pinned_memory(checkpoint: Checkpoint) -> None:
+    """Within its limit, which leaves less for blocks of the other weights."""
+    weights = loaded(checkpoint, FakeQueue())
+    assert weights.ngrams is not None and isinstance(weights.ngrams.table, HostTable)
+    table_bytes = weights.ngrams.table.rows.nbytes
+    none, one = (
+        HostWeights.copied(weights, FakeQueue(), pinned_limit_bytes=limit)
+        for limit in (WINDOW_BYTES + table_bytes - 1, WINDOW_BYTES + table_bytes)
+    )
+    assert (none.num_pinned, none.pinned_bytes) == (0, table_bytes)
+    assert (one.num_pinned, one.pinned_bytes) == (1, one.num_bytes + table_bytes)
 
 
 def test_memory_that_is_not_page_locked_ends_the_load_with_size_and_reason(checkpoint: Checkpoint) -> None:
