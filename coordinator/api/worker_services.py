@@ -1,6 +1,7 @@
 """`stageline.internal.v1.MembershipService` and `StepResultsService`, which workers call."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
@@ -9,16 +10,19 @@ from google.protobuf.message import DecodeError
 
 from coordinator.cluster.connections import WorkerConnection
 from coordinator.cluster.controller import Controller
+from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.messages import decode_hello
 from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, forward_pb2, join_pb2, join_pb2_grpc
 from wire.addresses import peer_host
 from wire.channels import when_call_ends
-from wire.errors import AccessDenied, InvalidRequest, StaleStream, StepFault
+from wire.errors import AccessDenied, HandshakeMismatch, InvalidRequest, StaleStream, StepFault
 from wire.frames import decode_result_frame
 from wire.message_reads import receive_within
 from wire.peer_identity import peer_identity
 from wire.peer_secrets import RefusedPeers
 from wire.step_codec import decode_fault
+
+log = logging.getLogger(__name__)
 
 _Message = TypeVar("_Message")
 
@@ -37,7 +41,7 @@ class MembershipService(join_pb2_grpc.MembershipServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[join_pb2.JoinResponse]:
         hello = await _first(request_iterator, join_pb2.JoinRequest(), self._hello_timeout_s)
-        identity = decode_hello(hello)
+        identity = _identity(hello, context)
         self._check_name(identity.name, context)
         connection = self._controller.join(identity, hello.hello.rejoin_secret)
         when_call_ends(context, lambda: self._controller.leave(connection, "its stream broke"))
@@ -100,6 +104,15 @@ class StepResultsService(deliver_pb2_grpc.StepResultsServiceServicer):
                 self._controller.complete(epoch, decode_result_frame(message))
         except (DecodeError, StepFault) as error:
             self._controller.fail_epoch(epoch, f"a result of LAST is corrupt: {error}")
+
+
+def _identity(message: join_pb2.JoinRequest, context: grpc.aio.ServicerContext[Any, Any]) -> WorkerIdentity:
+    """Decode a hello, and log a worker of another protocol version. Raises like `decode_hello`."""
+    try:
+        return decode_hello(message)
+    except HandshakeMismatch as error:
+        log.warning("refused a worker: %s, host=%s", error, peer_host(context))
+        raise
 
 
 async def _first(messages: AsyncIterator[_Message], nothing: _Message, timeout_s: float) -> _Message:

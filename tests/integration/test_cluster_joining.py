@@ -114,13 +114,17 @@ async def test_a_second_worker_with_a_live_name_is_rejected(varied_llama: Path, 
         assert (cluster.epoch, cluster.incarnations()) == (epoch, before)
 
 
-async def test_a_worker_with_another_protocol_version_is_rejected(varied_llama: Path) -> None:
+async def test_a_worker_with_another_protocol_version_is_rejected_and_logged(
+    varied_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster:
         error = await refusal(cluster.address, hello(protocol_version=PROTOCOL_VERSION + 1))
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         expected = f"expected {PROTOCOL_VERSION}, got {PROTOCOL_VERSION + 1}"
         assert expected in str(error.details())
         assert not (await cluster.client.status()).workers
+        (line,) = [text for text in caplog.messages if text.startswith("refused a worker: ")]
+        assert expected in line and line.endswith(", host=127.0.0.1")
 
 
 async def test_a_worker_with_another_model_is_named_with_both_fingerprints(
