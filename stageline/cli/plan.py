@@ -100,7 +100,7 @@ def _of_gpus(plan: Plan) -> list[str]:
     )
     tables = [
         f"{stage.worker} reads {format_size(stage.table_bytes)} of tables of n-grams in page-locked memory of"
-        " its host."
+        " its host, which is assumed to have room."
         for stage in plan.stages
         if stage.table_bytes
     ]
