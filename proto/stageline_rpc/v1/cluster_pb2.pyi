@@ -1272,7 +1272,7 @@ class DeviceMemory(_message.Message):
     peak_bytes: _builtins.int
     """The most that was allocated since the stage was loaded."""
     pinned_bytes: _builtins.int
-    """Memory of the host for copies."""
+    """Memory of the host for copies, and for tables of n-grams that the GPU reads there."""
     def __init__(
         self,
         *,
