@@ -25,6 +25,7 @@ from tests.integration.stage_bench import GREEDY, Log, hidden_for
 from tests.recorded_launches import record_launches
 from tests.unit.stage_worker.test_fake_cuda_families import LAYERS, assigned, loaded
 from wire.frames import Frame
+from wire.sampling import StepSampling
 from wire.steps import SliceResult, StepResult
 
 pytestmark = pytest.mark.kernels
@@ -37,16 +38,29 @@ LIMITS: dict[str, Any] = {
     "max_sequence_tokens": 640,
 }
 """Longer than the keys of one program, which are 512."""
+SAMPLINGS = (
+    GREEDY,
+    StepSampling(temperature=0.8, seed=1),
+    StepSampling(temperature=0.8, top_p=0.9, seed=1),
+    StepSampling(temperature=0.8, top_k=20, seed=1),
+    StepSampling(temperature=0.8, min_p=0.1, seed=1),
+    StepSampling(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.1, seed=1),
+    StepSampling(temperature=0.0, presence_penalty=0.5),
+)
+"""One after the other, so that rows of all kinds are sampled alone and beside each other."""
 
 
 def serve(executor: StepExecutor, assignment: Assignment, others: tuple[KvGroup, ...]) -> None:
-    """Prompts of many lengths, alone and beside decodes, with hits of prefixes, and decodes of all."""
+    """Prompts of many lengths, alone and beside decodes, with hits of prefixes, and decodes of all; sampled
+    in every way.
+    """
     width = Checkpoint.open(Path(assignment.model_directory)).config.residual_width
     log = Log(assignment, other_groups=others)
     log.begin(1)
     executor.begin_epoch(1, stage=assignment.stage)
-    for length in (1, 3, 24, 57, 96, 97, 24, 300, 560):
-        log.add(tuple(index % 89 for index in range(length)), sampling=GREEDY, max_tokens=40)
+    for number, length in enumerate((1, 3, 24, 57, 96, 97, 24, 300, 560)):
+        sampling = SAMPLINGS[number % len(SAMPLINGS)]
+        log.add(tuple(index % 89 for index in range(length)), sampling=sampling, max_tokens=40)
         for _ in range(4):
             step = log.step()
             hidden = with_data(hidden_for)(step, width, dtype=DType.BF16) if assignment.stage else ()
