@@ -81,7 +81,8 @@ def _largest_batch(assignment: Assignment) -> int:
 
 def run_largest_step(executor: StepExecutor, assignment: Assignment, config: Blueprint) -> None:
     """Run a step that takes the most memory, then reset: a chunk behind the longest history, and decodes of
-    all other sequences behind as much history as the KV cache holds.
+    all other sequences behind as much history as the KV cache holds. Then run one token behind the longest
+    history: kernels of a step without a chunk may be others, and those decodes may have no history.
 
     Nothing computes the histories, whose pages and recurrent states have zeros. Raises StepFault.
     """
@@ -90,6 +91,7 @@ def run_largest_step(executor: StepExecutor, assignment: Assignment, config: Blu
     decoding = [steps.add_cached(number + 1, batch.decoded_blocks, 1) for number in range(batch.num_decodes)]
     chunk = steps.add_cached(0, batch.chunk_blocks, batch.chunk_tokens)
     steps.run_behind_history(decoding, chunk)
+    steps.run_behind_history([], steps.add_cached(0, batch.chunk_blocks, 1))
     executor.begin_epoch(0, stage=assignment.stage)
 
 

@@ -22,7 +22,7 @@ from stage_worker.model.kernels import by_triton
 from stage_worker.model.triton_kernels import choices
 from tests.fake_cuda import fake_cuda, with_data
 from tests.integration.stage_bench import GREEDY, Log, hidden_for
-from tests.recorded_launches import record_launches
+from tests.recorded_launches import Variant, record_launches
 from tests.unit.stage_worker.test_fake_cuda_families import LAYERS, assigned, loaded
 from wire.frames import Frame
 from wire.sampling import StepSampling
@@ -30,9 +30,9 @@ from wire.steps import SliceResult, StepResult
 
 pytestmark = pytest.mark.kernels
 
-NUM_BLOCKS = 256
+NUM_BLOCKS, FEW_BLOCKS = 256, 160
+"""Enough for the longest sequence and decodes of several entries, and for the longest sequence alone."""
 LIMITS: dict[str, Any] = {
-    "num_blocks": NUM_BLOCKS,
     "max_step_tokens": 96,
     "max_step_sequences": 4,
     "max_sequence_tokens": 640,
@@ -74,12 +74,26 @@ def serve(executor: StepExecutor, assignment: Assignment, others: tuple[KvGroup,
 def test_serving_launches_what_warm_up_has_launched(
     family: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert missing_variants(family, stage, NUM_BLOCKS, tmp_path, monkeypatch) == set()
+
+
+def test_warm_up_launches_decodes_that_choose_where_one_history_takes_all_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes beside the chunk of the largest step have no history then."""
+    assert missing_variants("deepseek_v4", 1, FEW_BLOCKS, tmp_path, monkeypatch) == set()
+
+
+def missing_variants(
+    family: str, stage: int, num_blocks: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> set[Variant]:
+    """Variants that a stage with `num_blocks` launches in service alone."""
     launches = record_launches(monkeypatch)
     monkeypatch.setattr(choices, "CHOICE_PART", 64)
     monkeypatch.setattr(warmup._WarmupSteps, "_frame", with_data(warmup._WarmupSteps._frame))
-    found = replace(assigned(tmp_path, family, stage), dtype=DType.BF16, **LIMITS)
+    found = replace(assigned(directory, family, stage), dtype=DType.BF16, num_blocks=num_blocks, **LIMITS)
     window = KvWindow(9, found.max_step_tokens)
-    others = tuple(KvGroup(NUM_BLOCKS, window) for _ in found.other_num_blocks)
+    others = tuple(KvGroup(num_blocks, window) for _ in found.other_num_blocks)
     assignment = replace(found, other_num_blocks=tuple(group.num_blocks for group in others))
     config = Checkpoint.open(Path(assignment.model_directory)).config
     with fake_cuda():
@@ -89,4 +103,4 @@ def test_serving_launches_what_warm_up_has_launched(
         warm = set(launches.variants)
         serve(executor, assignment, others)
     assert len(warm) > 5
-    assert launches.variants - warm == set()
+    return launches.variants - warm
