@@ -157,7 +157,8 @@ class WeightReads:
         except OSError as error:
             raise OSError(
                 f"cannot page-lock {format_size(num_bytes)} of host memory for a table of {num_rows} rows,"
-                f" which the GPU reads there: {error}"
+                f" which the GPU reads there: {error}: free memory of the host, or raise the memory limit of"
+                " the worker's container or service"
             ) from error
         return HostTable(torch.from_numpy(memory).view(dtype).view(num_rows, width))
 

@@ -120,7 +120,8 @@ def test_memory_that_is_not_page_locked_ends_the_load_with_size_and_reason(check
     assert plan is not None
     message = (
         rf"cannot page-lock \d+\.\d KiB of host memory for a table of {plan.num_rows} rows,"
-        r" which the GPU reads there: cudaHostRegister: out of memory"
+        r" which the GPU reads there: cudaHostRegister: out of memory: free memory of the host, or raise the"
+        r" memory limit of the worker's container or service$"
     )
     with pytest.raises(StageLoadError, match=message), explained(torch.device("cpu")):
         loaded(checkpoint, queue)
