@@ -17,17 +17,10 @@ from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.config import ALL_GPUS, AUTO, check_threads
 from weights.location import ModelLocation
 from wire.addresses import local_address, parse_address
+from wire.host_memory import available_memory_bytes
 from wire.sizes import format_size
 
 _MEMORY_SHARE = 0.6
-# Limit and use of the container that this process runs in: cgroup v2, then v1.
-_CGROUP_FILES = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
-)
 
 
 def memory_per_worker(num_workers: int) -> int:
@@ -46,24 +39,6 @@ def cpus_of_worker(worker: int, num_workers: int) -> tuple[int, ...] | None:
     if len(cpus) < num_workers:
         return None
     return tuple(cpus[worker * share : (worker + 1) * share])
-
-
-def available_memory_bytes() -> int:
-    """Memory that can be allocated without swapping: the machine's, or the container's if that is less."""
-    available = int(psutil.virtual_memory().available)
-    for limit_file, usage_file in _CGROUP_FILES:
-        limit, usage = _read_number(limit_file), _read_number(usage_file)
-        if limit is not None and usage is not None:
-            return max(0, min(available, limit - usage))
-    return available
-
-
-def _read_number(file: Path) -> int | None:
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None  # "max" is no limit
 
 
 MAX_WORKERS = 1024

@@ -19,6 +19,7 @@ from deploy.commands import ProcessCommand
 from stageline_rpc.internal.v1 import doctor_pb2
 from wire.addresses import Address
 from wire.channels import PROTOCOL_VERSION
+from wire.host_memory import available_memory_bytes
 from wire.user_files import state_directory, user_cache_directory
 
 LIBRARIES = ("torch", "grpcio", "protobuf", "numpy", "cryptography")
@@ -52,7 +53,6 @@ def host_facts(
     """
     commands = tuple(commands)
     devices, device_problem = _devices()
-    memory = psutil.virtual_memory()
     return doctor_pb2.HostFacts(
         name=name,
         hostname=socket.gethostname(),
@@ -61,8 +61,8 @@ def host_facts(
         devices=devices,
         device_problem=device_problem,
         num_cpus=len(os.sched_getaffinity(0)),
-        memory_bytes=memory.total,
-        available_memory_bytes=memory.available,
+        memory_bytes=psutil.virtual_memory().total,
+        available_memory_bytes=available_memory_bytes(),
         kernels_problem=_kernels_problem(),
         disks=[_disk(path) for path in sorted({*directories, *_written(commands)})],
         max_open_files=_max_open_files(),

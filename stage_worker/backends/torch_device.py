@@ -19,6 +19,7 @@ from stage_worker.config import MemoryTooLarge, parse_cpu_set, pin_to
 from wire.device_rates import DeviceRates
 from wire.errors import StepFaultKind
 from wire.gpu import DeviceMemory, Gpu
+from wire.host_memory import available_memory_bytes
 
 log = logging.getLogger(__name__)
 
@@ -157,14 +158,14 @@ def default_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return int(free_bytes * CUDA_SHARE)
-    return int(psutil.virtual_memory().available * CPU_SHARE)
+    return int(available_memory_bytes() * CPU_SHARE)
 
 
 def table_memory_bytes(device: torch.device) -> int:
     """Memory of a GPU's host for tables that the GPU reads there, 90 % of the available RAM; 0 for a CPU,
     whose budget has them.
     """
-    return int(psutil.virtual_memory().available * TABLE_SHARE) if device.type == "cuda" else 0
+    return int(available_memory_bytes() * TABLE_SHARE) if device.type == "cuda" else 0
 
 
 class DeviceMeter(ABC):

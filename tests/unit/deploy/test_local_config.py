@@ -6,7 +6,8 @@ import pytest
 
 from deploy import LocalClusterConfig
 from deploy.commands import commands
-from deploy.local_config import available_memory_bytes, dialled_address
+from deploy.local_config import dialled_address
+from wire.host_memory import available_memory_bytes
 from wire.sizes import parse_size
 
 
