@@ -98,12 +98,14 @@ def _loaded_runtime() -> tuple[str, str]:
 def locked_memory(num_bytes: int) -> HostArray:
     """Page-locked memory uint8 [num_bytes] at its addresses on the device, too; unlocked before it is freed.
 
-    It is locked in pieces, because threads that map memory may wait while the driver locks pages. Raises
-    OSError with the driver's text, or the system's.
+    The thread that frees it has the device as its current one from then on: without one, the driver would
+    take memory of the first GPU. It is locked in pieces, because threads that map memory may wait while the
+    driver locks pages. Raises OSError with the driver's text, or the system's.
     """
     memory: HostArray = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
-    begin, locked = memory.ctypes.data, list[int]()
-    weakref.finalize(memory, _unlock, locked).atexit = False
+    begin, locked, device = memory.ctypes.data, list[int](), ctypes.c_int()
+    device_runtime().call("GetDevice", ctypes.byref(device))
+    weakref.finalize(memory, _unlock, locked, device).atexit = False
     for address in range(begin, begin + num_bytes, LOCKED_PIECE_BYTES):
         size_bytes = min(LOCKED_PIECE_BYTES, begin + num_bytes - address)
         device_runtime().call(
@@ -126,8 +128,9 @@ def _check_place(address: int) -> None:
         raise OSError(f"the device has host memory of address {address:#x} at {found.value or 0:#x}")
 
 
-def _unlock(locked: Sequence[int]) -> None:
+def _unlock(locked: Sequence[int], device: ctypes.c_int) -> None:
     try:
+        device_runtime().call("SetDevice", device)
         for address in locked:
             device_runtime().call("HostUnregister", ctypes.c_void_p(address))
     except OSError as error:  # of a device that has failed: the process ends

@@ -162,15 +162,17 @@ def test_the_table_is_no_weight_of_a_gpu(checkpoint: Checkpoint) -> None:
 class FakeRuntime:
     """Page locks of the driver, up to `most` of them; the device has the memory `shift` bytes further.
 
-    Memory must be mapped when it is locked and unlocked.
+    Memory must be mapped when it is locked and unlocked, both for the same current `device`.
     """
 
     def __init__(self, *, most: int = 100, shift: int = 0) -> None:
-        self.most, self.shift = most, shift
+        self.most, self.shift, self.device = most, shift, 3
         self.locked: dict[int, int] = {}
 
     def call(self, function: str, *arguments: Any) -> None:
         calls: dict[str, Callable[..., None]] = {
+            "GetDevice": self._get_device,
+            "SetDevice": self._set_device,
             "HostRegister": self._lock,
             "HostGetDevicePointer": self._find,
             "HostUnregister": self._unlock,
@@ -189,7 +191,14 @@ class FakeRuntime:
         found._obj.value = _mapped(place) + self.shift
 
     def _unlock(self, place: ctypes.c_void_p) -> None:
+        assert self.device == 3
         del self.locked[_mapped(place)]
+
+    def _get_device(self, found: Any) -> None:
+        found._obj.value = self.device
+
+    def _set_device(self, device: ctypes.c_int) -> None:
+        self.device = device.value
 
 
 def _mapped(place: ctypes.c_void_p) -> int:
@@ -225,6 +234,7 @@ def test_memory_is_locked_in_pieces_and_unlocked_with_its_last_view(runtime: Fak
     del tensor
     gc.collect()
     assert len(runtime.locked) == 3 and bool((view == 1.0).all())
+    runtime.device = 0  # of a thread that computes nothing
     del view
     gc.collect()
     assert not runtime.locked
