@@ -129,7 +129,8 @@ def _check_tables(memory: StageMemory, worker: WorkerCapacity, place: str, begin
         raise PlanImpossible(
             f"{place}: {format_layers(found[0], found[-1] + 1)} need{'s' * (len(found) == 1)}"
             f" {format_size(tables)} of host memory for tables of n-grams, which a GPU reads there, but the"
-            f" host of {worker.name} has {format_size(room)} ({format_size(tables - room)} too little)"
+            f" host of {worker.name} has {format_size(room)} ({format_size(tables - room)} too little):"
+            " add a worker whose host has more memory"
         )
 
 
@@ -365,7 +366,8 @@ def _check_hosts(stages: Sequence[StagePlan], workers: Sequence[WorkerCapacity])
             names = ", ".join(stage.worker for stage in held)
             raise PlanImpossible(
                 f"{names} on one host need {format_size(tables)} of its memory for tables of n-grams, which"
-                f" GPUs read there, but it has {format_size(room)} ({format_size(tables - room)} too little)"
+                f" GPUs read there, but it has {format_size(room)} ({format_size(tables - room)} too little):"
+                " run them on several hosts"
             )
 
 

@@ -118,7 +118,8 @@ def test_a_table_that_no_host_of_a_gpu_holds_is_refused_with_its_size(config: Bl
     given = gpus((96 * GIB, 0), (96 * GIB, 64 * GIB), (96 * GIB, 32 * GIB), (96 * GIB, 1))
     message = (
         r"gpu-b with the most host memory: layer 1 needs 95\.4 GiB of host memory for tables of n-grams,"
-        r" which a GPU reads there, but the host of gpu-b has 64\.0 GiB \(31\.4 GiB too little\)"
+        r" which a GPU reads there, but the host of gpu-b has 64\.0 GiB \(31\.4 GiB too little\):"
+        r" add a worker whose host has more memory"
     )
     with pytest.raises(PlanImpossible, match=message):
         make_plan(config, DType.BF16, given, limits=LIMITS, block_size=16)
