@@ -33,7 +33,7 @@ from checkpoint import (
 from checkpoint.blueprint import RouterScore
 from checkpoint.catalog import BF16_SPREAD, NUM_CUTS
 from stage_worker.loading.reference import StreamedModel
-from stage_worker.model import block_indexer, compressed_attention, experts, indexer, latent_attention
+from stage_worker.model import block_indexer, experts, indexer, joined_attention, latent_attention
 from tests.checkpoints import load_reference
 from tests.families import (
     BLOCK_KINDS,
@@ -198,7 +198,7 @@ def index_gaps_checked(config: Blueprint) -> Iterator[None]:
 
     choose = indexer.chosen_tokens
     with pytest.MonkeyPatch.context() as patch:
-        for module in (latent_attention, compressed_attention, block_indexer):
+        for module in (latent_attention, joined_attention, block_indexer):
             patch.setattr(module, "chosen_tokens", recorded)
         yield
     assert bool(gaps) == any(has_index(kind.mixer) for kind in config.kinds)
