@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
@@ -82,7 +82,7 @@ def _largest_batch(assignment: Assignment) -> int:
 def run_largest_step(executor: StepExecutor, assignment: Assignment, config: Blueprint) -> None:
     """Run a step that takes the most memory, then reset: a chunk behind the longest history, and decodes of
     all other sequences behind as much history as the KV cache holds. Then run one token behind the longest
-    history: kernels of a step without a chunk may be others, and those decodes may have no history.
+    history of all: kernels of a step without a chunk may be others, and those decodes may have no history.
 
     Nothing computes the histories, whose pages and recurrent states have zeros. Raises StepFault.
     """
@@ -91,7 +91,8 @@ def run_largest_step(executor: StepExecutor, assignment: Assignment, config: Blu
     decoding = [steps.add_cached(number + 1, batch.decoded_blocks, 1) for number in range(batch.num_decodes)]
     chunk = steps.add_cached(0, batch.chunk_blocks, batch.chunk_tokens)
     steps.run_behind_history(decoding, chunk)
-    steps.run_behind_history([], steps.add_cached(0, batch.chunk_blocks, 1))
+    alone = LargestStep.of(replace(assignment, max_step_sequences=1, max_step_tokens=1), config)
+    steps.run_behind_history([], steps.add_cached(0, alone.chunk_blocks, alone.chunk_tokens))
     executor.begin_epoch(0, stage=assignment.stage)
 
 

@@ -6,6 +6,7 @@ levels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,22 +51,30 @@ SAMPLINGS = (
 """One after the other, so that rows of all kinds are sampled alone and beside each other."""
 
 
-def serve(executor: StepExecutor, assignment: Assignment, others: tuple[KvGroup, ...]) -> None:
-    """Prompts of many lengths, alone and beside decodes, with hits of prefixes, and decodes of all; sampled
+def serve(
+    executor: StepExecutor,
+    assignment: Assignment,
+    others: tuple[KvGroup, ...],
+    lengths: Sequence[int],
+    max_tokens: int,
+) -> None:
+    """Prompts of `lengths`, alone and beside decodes, with hits of prefixes, and decodes of all; sampled
     in every way.
     """
     width = Checkpoint.open(Path(assignment.model_directory)).config.residual_width
     log = Log(assignment, other_groups=others)
     log.begin(1)
     executor.begin_epoch(1, stage=assignment.stage)
-    for number, length in enumerate((1, 3, 24, 57, 96, 97, 24, 300, 560)):
+    for number, length in enumerate(lengths):
         sampling = SAMPLINGS[number % len(SAMPLINGS)]
-        log.add(tuple(index % 89 for index in range(length)), sampling=sampling, max_tokens=40)
+        log.add(tuple(index % 89 for index in range(length)), sampling=sampling, max_tokens=max_tokens)
         for _ in range(4):
             step = log.step()
             hidden = with_data(hidden_for)(step, width, dtype=DType.BF16) if assignment.stage else ()
             executor.run(Frame(step, hidden))
-            answers = [SliceResult(part.sequence, 0, 5) for part in step.slices if part.is_sampled]
+            answers = [
+                SliceResult(part.sequence, part.restart_count, 5) for part in step.slices if part.is_sampled
+            ]
             log.complete(StepResult.of(step.epoch, step.step_id, answers))
 
 
@@ -84,8 +93,23 @@ def test_warm_up_launches_decodes_that_choose_where_one_history_takes_all_blocks
     assert missing_variants("deepseek_v4", 1, FEW_BLOCKS, tmp_path, monkeypatch) == set()
 
 
+def test_warm_up_chooses_among_as_many_tokens_as_one_sequence_can_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Choices of more than 320 have one level more; beside decodes, 313 tokens fit into all blocks."""
+    given = ("deepseek_v32", 1, 82, tmp_path, monkeypatch)
+    assert missing_variants(*given, lengths=(324, 1), max_tokens=3) == set()
+
+
 def missing_variants(
-    family: str, stage: int, num_blocks: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    stage: int,
+    num_blocks: int,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    lengths: Sequence[int] = (1, 3, 24, 57, 96, 97, 24, 300, 560),
+    max_tokens: int = 40,
 ) -> set[Variant]:
     """Variants that a stage with `num_blocks` launches in service alone."""
     launches = record_launches(monkeypatch)
@@ -101,6 +125,6 @@ def missing_variants(
         warm_up(executor, assignment, config, budget_s=1e9)
         run_largest_step(executor, assignment, config)
         warm = set(launches.variants)
-        serve(executor, assignment, others)
+        serve(executor, assignment, others, lengths, max_tokens)
     assert len(warm) > 5
     return launches.variants - warm
