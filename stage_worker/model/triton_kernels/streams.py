@@ -180,6 +180,8 @@ def stream_write_kernel(
             own = streams + (row * NUM_STREAMS + number) * WIDTH + columns
             x = tl.load(own, mask=is_column, other=0.0).to(tl.float32)
             total += share[:, None] * x[None, :]
+    # In place, every thread has read what others write.
+    tl.debug_barrier()
     tl.store(found + places, total.to(found.dtype.element_ty), mask=mask)
 
 
