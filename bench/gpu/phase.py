@@ -86,7 +86,7 @@ class Recorder:
         better: Better = Better.HIGHER,
         details: Mapping[str, float | str] | None = None,
     ) -> None:
-        """Write a measured figure, with its target if it has one."""
+        """Write a measured figure, with its target if it has one, which are not for the sizes of --quick."""
         self._write_row(
             Row(
                 phase=self.order.phase,
@@ -94,7 +94,7 @@ class Recorder:
                 unit=unit,
                 value=value,
                 bound=bound,
-                target=target_of(name),
+                target=None if self.order.is_quick else target_of(name),
                 better=better,
                 details=details or {},
             )

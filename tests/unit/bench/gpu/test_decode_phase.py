@@ -6,6 +6,7 @@ import io
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ def recorder(folder: Path, *, device: str = "cpu", left_s: float = 60.0) -> tupl
     )
     file = io.StringIO()
     return Recorder(order, file), file
+
+
+@pytest.mark.parametrize(("is_quick", "target"), [(True, None), (False, 0.8)])
+def test_figures_of_quick_runs_have_no_target(is_quick: bool, target: float | None, tmp_path: Path) -> None:
+    """A busy CPU may read as slowly without tensors as with them."""
+    recording, file = recorder(tmp_path)
+    recording.order = replace(recording.order, is_quick=is_quick)
+    recording.figure(LOADING_NAME, 0.059, "GB/s", bound=0.059)
+    assert json.loads(file.getvalue())["target"] == target
 
 
 def reasons(file: io.StringIO) -> dict[str, str]:
