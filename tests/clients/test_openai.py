@@ -25,4 +25,4 @@ async def test_the_example_of_the_readme_prints_a_story(served: Served) -> None:
     default = f"http://{DEFAULT_HTTP_ADDRESS}/"
     assert default in example
     printed = await run(command_of("openai", "python"), "-c", example.replace(default, served.url))
-    assert len(printed.split()) > 10
+    assert len(printed.split()) > 3, "it is sampled, and may be short"
