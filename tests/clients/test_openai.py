@@ -24,5 +24,7 @@ async def test_the_example_of_the_readme_prints_a_story(served: Served) -> None:
     (example,) = re.findall(r"^```python\n(from openai import .*?)^```$", readme, re.MULTILINE | re.DOTALL)
     default = f"http://{DEFAULT_HTTP_ADDRESS}/"
     assert default in example
-    printed = await run(command_of("openai", "python"), "-c", example.replace(default, served.url))
-    assert len(printed.split()) > 3, "it is sampled, and may be short"
+    command = (command_of("openai", "python"), "-c", example.replace(default, served.url))
+    # Stories are sampled without a seed, and a few are short.
+    printed = [await run(*command) for _ in range(3)]
+    assert all(printed) and max(len(story.split()) for story in printed) > 10
