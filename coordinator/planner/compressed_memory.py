@@ -89,7 +89,7 @@ class CompressedStep:
         return tokens * (mixer.pending_width * size + width * (4 * size + 2 * 4) + 2 * 8)
 
     def _pooled_tokens(self, compressor: Compressor) -> int:
-        """Tokens of which the entries of a step are pooled."""
+        """Tokens that the entries of a step are pooled from."""
         num_entries = self.limits.max_step_tokens // compressor.ratio + self.limits.max_step_sequences
         return num_entries * compressor.span
 

@@ -404,7 +404,7 @@ class StageMemory:
         return kept + max(step_bytes, computed)
 
     def _rotary_rows(self, table: RotaryTables, longest: int) -> int:
-        """Positions of which a step has angles."""
+        """Positions that a step has angles for."""
         if table.stride is not None:
             return -(-longest // table.stride)
         return self.limits.max_step_tokens * (2 if table.has_entries else 1)

@@ -24,7 +24,7 @@ SEQUENCE_FIELDS = 3
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SequenceBlocks:
-    """Whole blocks of the sequences of which queries choose, with int32 tensors.
+    """Whole blocks of the sequences whose queries choose, with int32 tensors.
 
     `sequences` is [s, SEQUENCE_FIELDS]: first page in `table`, number of whole blocks, at most `longest`, and
     the place of the first among all. `table` [p] has the pages of all sequences, one after the other. All

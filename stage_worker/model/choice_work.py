@@ -136,7 +136,7 @@ class HostGroups:
         return self.array, *(group.queries for group in self.groups if group.queries is not None)
 
     def on_device(self, place: Place, table: Tensor | None, pages: Tensor) -> tuple[ChoiceGroup, ...]:
-        """The groups, with a `table` of units (None: these lie in order), and that of `pages` of tokens."""
+        """The groups, with a `table` of units (None: these lie in order), and the table `pages` of tokens."""
         parts = place(self.array).split_with_sizes([len(group.array) for group in self.groups])
         return tuple(
             group.on_device(part, table, pages, None if group.queries is None else place(group.queries))

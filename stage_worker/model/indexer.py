@@ -102,7 +102,7 @@ class TokenIndexer:
         weights = self._weights(normed, num_tokens)
         found: dict[tuple[int, ...], Tensor] = {}
         for number, group in enumerate(groups):
-            # Without a name for the scores: those of the next group take their memory.
+            # Without a name for the scores: the next group's take their memory.
             found[number,] = kernels.choose(kernels.score(heads, weights, group, pages), group, top_k)
         return found
 

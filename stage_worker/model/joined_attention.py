@@ -110,7 +110,7 @@ class AttentionByKernels:
         kernels, keys = load_triton("choices"), entries.rows[RowKind.ENTRY_KEY].blocks(entries.layer)
         given = (queries.index_heads, queries.index_weights)
         found: list[Tensor] = [
-            # Without a name for the scores: those of the next group take their memory.
+            # Without a name for the scores: the next group's take their memory.
             kernels.choose(kernels.score(*given, group, keys, ratio=plan.ratio), group, plan.num_chosen)
             for group in groups
         ]
@@ -203,7 +203,7 @@ class AttentionByTorch:
     def _attend_entries(
         self, queries: StepQueries, view: EntryView, softmax: JoinedSoftmax, entries: LayerEntries
     ) -> None:
-        """Attend to the entries of a view, or to those of them that the indexer chooses."""
+        """Attend to all entries of a view, or to the ones that the indexer chooses."""
         is_chosen = view.most > self._top_k
         kind = RowKind.ENTRY_KEY if is_chosen else RowKind.ENTRY
         rows = entries.rows[kind].gather(entries.layer, view.pages)[:, : view.most]

@@ -100,7 +100,7 @@ class SeparateNgrams:
     """An `NgramFunction` by torch's operators."""
 
     def __init__(self, plan: NgramEmbedding, weights: NgramWeights, kernels: Kernels) -> None:
-        """Packed weights replace those of keys and values."""
+        """Packed weights replace the given keys and values."""
         self._plan, self._lookup = plan, NgramLookup(plan, weights)
         products = kernels.layer_products
         self._key, self._value = (project(one, None, products) for one in (weights.key, weights.value))

@@ -54,7 +54,7 @@ class DeviceCopies(Protocol):
 
 
 class HostTable:
-    """A table [rows, width] in page-locked memory of the host, of which a GPU reads some in each step."""
+    """A table [rows, width] in page-locked memory of the host; a GPU reads some of its rows in each step."""
 
     __slots__ = ("rows",)
 

@@ -23,7 +23,7 @@ _HEADS = 8
 _COPIED = 1024
 """Elements that are copied at a time."""
 _LARGEST = {torch.uint8: 448.0, torch.int8: 127.0}
-"""By elements of pages, of which kernels take fp8 as bytes."""
+"""By elements of pages; kernels take fp8 as bytes."""
 
 
 # fmt: off

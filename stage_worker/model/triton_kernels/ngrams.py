@@ -28,7 +28,7 @@ from stage_worker.model.triton_kernels.norms import normed
 from stage_worker.model.weight_reads import HostTable
 
 _SEQUENCES = 128
-"""Sequences among which a program looks for that of its row, at a time."""
+"""Sequences that a program searches for its row's, at a time."""
 
 
 # fmt: off
@@ -142,7 +142,7 @@ class FusedNgrams:
     """An `NgramFunction`, see `NgramEmbedding`."""
 
     def __init__(self, plan: NgramEmbedding, weights: NgramWeights, kernels: Kernels) -> None:
-        """Packed weights replace those of keys and values."""
+        """Packed weights replace the given keys and values."""
         self._plan, self._weights = plan, weights
         products = kernels.layer_products
         self._key, self._value = (project(one, None, products) for one in (weights.key, weights.value))
