@@ -4,6 +4,7 @@
 # Other faults than by default: make chaos SECONDS=60 SEED=3 CHAOS=--real
 # Faults that do not wait for a recovery: make chaos CHAOS=--storm, or CHAOS="--storm --kill-coordinator"
 # Stages that compute with recurrent states: make chaos SECONDS=60 CHAOS=--recurrent
+# Hidden states on the streams only: make chaos CHAOS="--hidden-states grpc"
 # Growth of memory under load: make churn MINUTES=30
 # Broken input of every kind: make fuzz SEED=3 CASES=10000
 # Some twenty kernel cases, and compilation for one architecture: make test-kernels CASES=ci

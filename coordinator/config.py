@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +38,15 @@ from wire.transport import PLAIN_SETTINGS, TransportSettings, is_loopback, tls_d
 from wire.user_files import check_token
 
 DTYPES = ("bf16", "f16", "f32")
+
+
+class HopRoute(Enum):
+    """Ways of hidden states between stages: AUTO the fastest one that both ends offer, GRPC frames only."""
+
+    AUTO = "auto"
+    GRPC = "grpc"
+
+
 _METADATA_KEY = re.compile(r"[a-z0-9_.-]+(?<!-bin)")
 
 
@@ -157,6 +167,15 @@ class CoordinatorConfig:
             unset="as computed",
         ),
     ] = None
+    hidden_states: Annotated[
+        HopRoute,
+        _model(
+            "--hidden-states",
+            None,
+            "Ways of hidden states between stages; auto: shared memory and payload connections where workers "
+            "offer them; grpc: chunks on the gRPC streams only, whatever flags the workers have",
+        ),
+    ] = HopRoute.AUTO
     mock_model: Annotated[
         str | None,
         _model(

@@ -195,6 +195,7 @@ class CoordinatorServer:
             settings=ServingSettings(
                 batching=batching,
                 prefix_caching=config.prefix_cache,
+                hop_route=config.hidden_states,
                 cache_directory=config.cache_directory,
                 weights_peers=config.weights_peers or (),
                 prefetch=config.prefetch,

@@ -32,13 +32,17 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch:
-    """One activation of a plan: number, coordinator, stages in order, and secrets of the adjacent hops."""
+    """One activation of a plan: number, coordinator, stages in order, and secrets of the adjacent hops.
+
+    With `hidden_states_in_frames` a stage neither offers nor takes another way, whatever its flags allow.
+    """
 
     plan_id: int
     number: int
     coordinator_incarnation: Incarnation
     peers: tuple[Peer, ...]
     is_check: bool = False
+    hidden_states_in_frames: bool = False
     incoming_secret: bytes = field(default=b"", repr=False)
     outgoing_secret: bytes = field(default=b"", repr=False)
 
@@ -68,6 +72,7 @@ def decode_epoch(message: join_pb2.BeginEpoch) -> Epoch:
         incoming_secret=message.incoming_secret,
         outgoing_secret=message.outgoing_secret,
         is_check=message.is_check,
+        hidden_states_in_frames=message.hidden_states_in_frames,
     )
 
 

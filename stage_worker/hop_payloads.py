@@ -143,10 +143,8 @@ class OutgoingPayloads:
 
     async def open(self, accepted: forward_pb2.HopAccepted) -> None:
         """Open the best way that is offered; without one, all hidden states belong into frames."""
-        if self._connections.shares_memory and accepted.memory.host_id == host_id():
-            await self._open_memory(accepted.memory)
-        if self._memory is None and accepted.HasField("payloads"):
-            await self._open_connection(accepted.payloads)
+        if not self._epoch.hidden_states_in_frames:
+            await self._open_best(accepted)
         self._is_open = True
 
     async def send(self, hidden: HiddenStates) -> PayloadNotice | None:
@@ -172,6 +170,12 @@ class OutgoingPayloads:
             hop_memory.end_lending(self._memory.lend)
         for end in self._tried:
             end.close()
+
+    async def _open_best(self, accepted: forward_pb2.HopAccepted) -> None:
+        if self._connections.shares_memory and accepted.memory.host_id == host_id():
+            await self._open_memory(accepted.memory)
+        if self._memory is None and accepted.HasField("payloads"):
+            await self._open_connection(accepted.payloads)
 
     async def _open_memory(self, offered: forward_pb2.MemoryOffer) -> None:
         self.same_host_fallback = self._connections.reason_to_avoid(offered.socket)
@@ -266,6 +270,8 @@ class IncomingPayloads:
 
     def expect(self, epoch: Epoch, accepted: forward_pb2.HopAccepted, *, max_bytes: int) -> None:
         """Expect the ways, and write the offers into `accepted`; `max_bytes` is 0 where nothing arrives."""
+        if epoch.hidden_states_in_frames:
+            return
         if max_bytes and self._memory_listener is not None:
             self._expect_memory(self._memory_listener, epoch, accepted, max_bytes=max_bytes)
         if max_bytes < self._min_bytes:

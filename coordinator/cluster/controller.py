@@ -118,6 +118,7 @@ class Controller:
             new_secret=self._new_secret,
             refused=refused,
             transport=transport,
+            hop_route=self._settings.hop_route,
         )
 
     def _new_failure_detector(self) -> FailureDetector[WorkerConnection]:

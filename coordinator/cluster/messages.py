@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from checkpoint import stage_tensor_names
 from coordinator.cluster.actions import AssignStage, BeginEpoch
 from coordinator.cluster.membership import WorkerIdentity
+from coordinator.config import HopRoute
 from coordinator.model import ServedModel
 from coordinator.planner.links import Link
 from coordinator.planner.plan import Plan, StagePlan
@@ -201,7 +202,12 @@ def _encode_model(model: ServedModel) -> join_pb2.ModelRef:
 
 
 def encode_begin(
-    action: BeginEpoch, *, incarnation: Incarnation, incoming_secret: bytes, outgoing_secret: bytes
+    action: BeginEpoch,
+    *,
+    incarnation: Incarnation,
+    incoming_secret: bytes,
+    outgoing_secret: bytes,
+    hop_route: HopRoute,
 ) -> join_pb2.JoinResponse:
     """Encode `BeginEpoch` for the stage with these secrets."""
     stages = [
@@ -222,6 +228,7 @@ def encode_begin(
         incoming_secret=incoming_secret,
         outgoing_secret=outgoing_secret,
         is_check=action.is_check,
+        hidden_states_in_frames=hop_route is HopRoute.GRPC,
     )
     return join_pb2.JoinResponse(begin_epoch=begin)
 

@@ -11,6 +11,7 @@ import grpc
 from certificates.identity import Identity, Role
 from coordinator.cluster.actions import BeginEpoch
 from coordinator.cluster.messages import check_results_hello, encode_begin, encode_hop_hello
+from coordinator.config import HopRoute
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from wire.channels import OrderedWrites
 from wire.clock import wall_clock_us
@@ -134,9 +135,10 @@ class Pipeline:
         new_secret: Callable[[], bytes],
         refused: RefusedPeers,
         transport: Transport = PLAIN,
+        hop_route: HopRoute = HopRoute.AUTO,
     ) -> None:
         """`new_secret` creates the secret of a hop; `refused` counts and logs streams with a wrong secret."""
-        self._new_secret, self._transport = new_secret, transport
+        self._new_secret, self._transport, self._hop_route = new_secret, transport, hop_route
         self._secrets: tuple[bytes, ...] = ()
         self._incoming = HopSecrets(refused)
         self._has_results = False
@@ -160,6 +162,7 @@ class Pipeline:
             incarnation=self._incarnation,
             incoming_secret=self._secrets[stage],
             outgoing_secret=self._secrets[stage + 1],
+            hop_route=self._hop_route,
         )
 
     def new_link(self, action: BeginEpoch, on_broken: Callable[[str], None]) -> PipelineLink:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from coordinator.config import HopRoute
 from coordinator.planner.links import LinkTable
 from coordinator.planner.plan import Plan, StagePlan
 from coordinator.scheduler.policy import DEFAULT_ITL_TARGET_S, SchedulerLimits
@@ -32,7 +33,7 @@ class ServingSettings:
 
     `weights_peers` are the weights addresses of other coordinators of the model. With `prefetch`, workers
     without a stage fetch the layers that they would get by the loss of another worker. `host` is the one that
-    the coordinator listens on: ways to workers there are not measured.
+    the coordinator listens on: ways to workers there are not measured. `hop_route` applies to every hop.
     """
 
     batching: BatchingOptions = DEFAULT_BATCHING
@@ -41,6 +42,7 @@ class ServingSettings:
     weights_peers: tuple[str, ...] = ()
     prefetch: bool = True
     host: str = ""
+    hop_route: HopRoute = HopRoute.AUTO
 
 
 def token_transfer_us(

@@ -18,7 +18,7 @@ from checkpoint import Blueprint, Compressed, DType, ScaledDType
 from checkpoint.dtypes import OVERFLOWS_F16
 from checkpoint.held import has_held, stage_table_bytes, table_bytes
 from checkpoint.implementation import Implementation
-from coordinator.config import CoordinatorConfig
+from coordinator.config import CoordinatorConfig, HopRoute
 from coordinator.model import ServedModel
 from coordinator.planner.plan import (
     DeviceKind,
@@ -259,6 +259,7 @@ def make_plan(
     wire_dtype: WireDType | None = None,
     prefix_caching: bool = True,
     implementation: Implementation = Implementation.NATIVE,
+    shares_memory: bool = True,
 ) -> Plan:
     """Assign one stage to every worker, and every layer of the model to one stage.
 
@@ -281,6 +282,7 @@ def make_plan(
         kv_dtype=kv_dtype,
         wire_dtype=wire_dtype,
         implementation=implementation,
+        shares_memory=shares_memory,
     )
     if config.is_recurrent:
         return _plan_with_states(memory, workers, layers, max_kv_tokens, prefix_caching=prefix_caching)
@@ -550,6 +552,7 @@ def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[Wo
         wire_dtype=model.wire_dtype,
         prefix_caching=config.prefix_cache,
         implementation=model.implementation,
+        shares_memory=config.hidden_states is HopRoute.AUTO,
     )
 
 

@@ -138,7 +138,8 @@ workspaces of cuBLAS and cuBLASLt (32 MiB each on Hopper), modules that librarie
 class StageMemory:
     """Memory of the stages of one model under one set of limits, in bytes.
 
-    Layers may differ. Activations count the largest layer of the model.
+    Layers may differ. Activations count the largest layer of the model. Unless `shares_memory`, hidden states
+    do not travel in shared memory on any hop.
     """
 
     config: Blueprint
@@ -150,6 +151,7 @@ class StageMemory:
     wire_dtype: WireDType | None = None
     num_states: int = 0
     implementation: Implementation = Implementation.NATIVE
+    shares_memory: bool = True
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
@@ -428,7 +430,7 @@ class StageMemory:
 
     def segment_bytes(self, role: StageRole) -> int:
         """Memory of the host for payloads to a next stage on it, and as much of a GPU for those that stay."""
-        if role.has_head:
+        if role.has_head or not self.shares_memory:
             return 0
         tokens, dtype = self.limits.max_step_tokens, self.wire_dtype or self.dtype
         largest = (payload_bytes(part.dtype or dtype, (tokens, part.width)) for part in self.config.boundary)

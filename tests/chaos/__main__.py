@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable
 
+from coordinator.config import HopRoute
 from tests.chaos.disturbances import DISTURBANCES
 from tests.chaos.run import ChaosConfig, run_chaos
 from tests.chaos.storm import StormConfig, run_storm
@@ -50,6 +51,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--kill-coordinator", action="store_true", help="with --storm: the coordinator is killed, too"
     )
+    parser.add_argument(
+        "--hidden-states",
+        default=HopRoute.AUTO.value,
+        choices=[route.value for route in HopRoute],
+        help="ways of hidden states between stages",
+    )
     parser.add_argument("--logs", type=unused_directory, metavar="DIR", help=LOGS_HELP)
     given = parser.parse_args()
     if not all(any(text in disturbance.name for disturbance in DISTURBANCES) for text in given.only):
@@ -69,6 +76,7 @@ def _run_storm(given: argparse.Namespace, seed: int, say: Callable[[str], None])
         seed=seed,
         is_real=given.real,
         kills_coordinator=given.kill_coordinator,
+        hidden_states=HopRoute(given.hidden_states),
         logs=given.logs,
         say=say,
     )
@@ -84,6 +92,7 @@ def _run_chaos(given: argparse.Namespace, seed: int, say: Callable[[str], None])
         is_real=given.real,
         is_recurrent=given.recurrent,
         has_journal=not given.no_journal,
+        hidden_states=HopRoute(given.hidden_states),
         names=tuple(given.only),
         logs=given.logs,
         say=say,

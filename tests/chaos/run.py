@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from coordinator.config import HopRoute
 from deploy import ClusterFailed, LocalClusterConfig
 from stageline import Client, StagelineError
 from tests.chaos.disturbances import DISTURBANCES, Disturbance
@@ -48,6 +49,7 @@ class ChaosConfig:
     is_real: bool = False
     is_recurrent: bool = False
     has_journal: bool = True
+    hidden_states: HopRoute = HopRoute.AUTO
     names: tuple[str, ...] = ()
     logs: Path | None = None
     say: Callable[[str], None] = print
@@ -137,4 +139,5 @@ def _cluster_config(chaos: ChaosConfig, directory: Path, free_address: str) -> L
     else:
         made = mock_config(NUM_WORKERS, num_stages=NUM_STAGES, logs=logs, listen=free_address)
     journal = ("--journal", str(directory / "journal.db")) if chaos.has_journal else ()
-    return replace(made, coordinator_arguments=(*made.coordinator_arguments, *journal))
+    hops = ("--hidden-states", chaos.hidden_states.value)
+    return replace(made, coordinator_arguments=(*made.coordinator_arguments, *journal, *hops))

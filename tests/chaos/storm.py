@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from coordinator.config import HopRoute
 from deploy import ClusterFailed, LocalClusterConfig
 from deploy.local import COORDINATOR
 from stageline import Client, StagelineError
@@ -45,6 +46,7 @@ class StormConfig:
     seed: int
     is_real: bool = False
     kills_coordinator: bool = False
+    hidden_states: HopRoute = HopRoute.AUTO
     logs: Path | None = None
     say: Callable[[str], None] = print
 
@@ -138,6 +140,7 @@ def _cluster_config(storm: StormConfig, directory: Path, free_address: str) -> L
     arguments = (
         *made.coordinator_arguments,
         *("--max-step-tokens", "256"),
+        *("--hidden-states", storm.hidden_states.value),
         *("--journal", str(directory / "journal.db")),
         *("--log-format", "json", "--log-level", "debug"),
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.config import HopRoute
 from tests.chaos.run import ChaosConfig, run_chaos
 from tests.chaos.storm import StormConfig, run_storm
 
@@ -18,6 +19,17 @@ async def test_random_faults_produce_no_wrong_token_and_leak_nothing(
     free_address: str, tmp_path: Path
 ) -> None:
     report = await run_chaos(ChaosConfig(seconds=SECONDS, seed=SEED, logs=tmp_path), free_address)
+    assert report.problems == [], "\n".join(report.lines())
+    assert report.num_finished > 0
+    assert any(seen.has_new_epoch for seen in report.seen)
+
+
+@pytest.mark.chaos
+async def test_random_faults_of_streams_that_carry_all_hidden_states_produce_no_wrong_token(
+    free_address: str, tmp_path: Path
+) -> None:
+    chaos = ChaosConfig(seconds=SECONDS, seed=SEED, hidden_states=HopRoute.GRPC, is_real=True, logs=tmp_path)
+    report = await run_chaos(chaos, free_address)
     assert report.problems == [], "\n".join(report.lines())
     assert report.num_finished > 0
     assert any(seen.has_new_epoch for seen in report.seen)

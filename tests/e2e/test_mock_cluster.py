@@ -11,6 +11,7 @@ import pytest
 
 from deploy import LocalCluster, LocalClusterConfig
 from stageline import Client
+from stageline_rpc.v1 import cluster_pb2
 from tests.e2e.clusters import START_TIMEOUT_S, is_idle, tokens_of, wait_for_status
 from tests.e2e.commands import ENVIRONMENT, run_stageline
 from tests.mock_answers import mock_tokens
@@ -42,6 +43,28 @@ async def test_sixteen_mock_stages_serve_in_little_memory(tmp_path: Path) -> Non
         await asyncio.sleep(2 * IDLE_S)  # buffers of received payloads are kept for so long
         for worker in status.workers:
             _is_small(worker.pid, worker.name)
+
+
+async def test_hidden_states_of_many_chunks_travel_on_the_streams_only(tmp_path: Path) -> None:
+    """Frames of 2 MiB, where workers offer shared memory and payload connections."""
+    shape = f"layers=3,hidden=16384,vocab={VOCAB_SIZE}"
+    config = LocalClusterConfig(
+        num_workers=3,
+        mocks=("step=1ms",),
+        coordinator_arguments=("--mock-model", shape, "--max-step-tokens", "64", "--hidden-states", "grpc"),
+        environment=ENVIRONMENT,
+        log_directory=tmp_path / "logs",
+    )
+    async with LocalCluster(config) as cluster:
+        await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        await _serves_what_is_predicted(cluster.address)
+        status = await wait_for_status(cluster.address, _has_hops)
+    grpc = cluster_pb2.HOP_TRANSPORT_GRPC
+    assert [worker.hop_transport for worker in status.workers] == [grpc, grpc, 0]
+
+
+def _has_hops(status: cluster_pb2.GetStatusResponse) -> bool:
+    return all(worker.hop_transport for worker in status.workers[:-1])
 
 
 async def _serves_what_is_predicted(address: str) -> None:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from builtin_model import MODEL_DIRECTORY
 from deploy import LocalCluster
 from stageline import Client
+from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import load_reference
 from tests.e2e.clusters import (
     NUM_NEW_TOKENS,
@@ -21,6 +22,7 @@ from tests.e2e.clusters import (
     generate_all,
     reference_tokens,
     tokens_of,
+    wait_for_status,
 )
 from tests.repository import STORIES260K
 
@@ -34,12 +36,23 @@ async def test_a_llama_on_one_worker(llama: Reference, tmp_path: Path) -> None:
         assert await generate_all(cluster.address, llama) == llama.expected
 
 
-@pytest.mark.nightly  # in one process: tests/integration/test_parity.py
-async def test_a_qwen3_on_three_unequal_workers(qwen3: Reference, tmp_path: Path) -> None:
-    flags = ("--layers", "5,1,2")
+@pytest.mark.matrix(0, full=1)  # in one process: tests/integration/test_parity.py
+@pytest.mark.parametrize(
+    ("hidden_states", "transport"),
+    [("grpc", cluster_pb2.HOP_TRANSPORT_GRPC), ("auto", cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY)],
+    ids=["grpc", "auto"],
+)
+async def test_a_qwen3_on_three_unequal_workers(
+    qwen3: Reference, tmp_path: Path, hidden_states: str, transport: int
+) -> None:
+    def is_told(status: cluster_pb2.GetStatusResponse) -> bool:
+        return [worker.hop_transport for worker in status.workers] == [transport, transport, 0]
+
+    flags = ("--layers", "5,1,2", "--hidden-states", hidden_states)
     async with LocalCluster(config(qwen3.directory, 3, *flags, log_directory=tmp_path)) as cluster:
         await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
         assert await generate_all(cluster.address, qwen3) == qwen3.expected
+        await wait_for_status(cluster.address, is_told)
 
 
 @pytest.mark.full

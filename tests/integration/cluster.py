@@ -10,7 +10,7 @@ from typing import Self
 
 from certificates.identity import Role
 from checkpoint.implementation import AUTO
-from coordinator.config import CoordinatorConfig
+from coordinator.config import CoordinatorConfig, HopRoute
 from coordinator.model import ServedModel, open_model
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.server import CoordinatorServer
@@ -112,7 +112,7 @@ class Cluster:
     workers, by name, that override `wire_dtype`. By default the built-in model is checked before it serves,
     and checkpoints are not: a reference takes a while. `weights_directory` has the workers' caches of remote
     weights, by their names. Hidden states travel in frames and on payload connections, as between hosts,
-    unless `same_host` is AUTO.
+    unless `same_host` is AUTO, or `hidden_states` is GRPC.
     """
 
     def __init__(
@@ -166,6 +166,7 @@ class Cluster:
         weights_peers: tuple[str, ...] = (),
         warm_spare_bytes: int | None = None,
         same_host: SameHost = SameHost.OFF,
+        hidden_states: HopRoute = HopRoute.AUTO,
     ) -> None:
         self._warm_spare_bytes, self._same_host = warm_spare_bytes, same_host
         self._weights_directory, self._weights_limit_bytes = weights_directory, weights_limit_bytes
@@ -216,6 +217,7 @@ class Cluster:
             enroll_listen=None if enrolment is None else "127.0.0.1:0",
             authority=enrolment,
             join_tokens=None if enrolment is None else enrolment / "tokens.json",
+            hidden_states=hidden_states,
         )
         self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), policy)
         self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None

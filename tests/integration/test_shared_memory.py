@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.config import HopRoute
 from stage_worker import next_stage_stream
 from stage_worker.config import SameHost, WorkerConfig
 from stageline_rpc.v1 import cluster_pb2
@@ -37,8 +38,12 @@ GRPC, NOWHERE = cluster_pb2.HOP_TRANSPORT_GRPC, cluster_pb2.HOP_TRANSPORT_UNSPEC
 class SharingCluster(Cluster):
     """Payload connections into MIDDLE pass `line`; without shared memory, all hidden states do."""
 
-    def __init__(self, model: Path, line: ByteProxy, **of_middle: Any) -> None:
-        super().__init__(model, layers=(1,) * NUM_STAGES, same_host=SameHost.AUTO)
+    def __init__(
+        self, model: Path, line: ByteProxy, hidden_states: HopRoute = HopRoute.AUTO, **of_middle: Any
+    ) -> None:
+        super().__init__(
+            model, layers=(1,) * NUM_STAGES, same_host=SameHost.AUTO, hidden_states=hidden_states
+        )
         self._line, self._of_middle = line, of_middle
 
     def worker_config(self, name: str, *arguments: Any, **more: Any) -> WorkerConfig:
@@ -64,10 +69,12 @@ def solo(varied_llama: Path) -> SoloRuns:
 
 
 @asynccontextmanager
-async def serving(model: Path, **of_middle: Any) -> AsyncIterator[tuple[SharingCluster, ByteProxy]]:
+async def serving(
+    model: Path, hidden_states: HopRoute = HopRoute.AUTO, **of_middle: Any
+) -> AsyncIterator[tuple[SharingCluster, ByteProxy]]:
     """No segment is left behind."""
     async with ByteProxy(unused_address()) as line:
-        async with SharingCluster(model, line, **of_middle) as cluster:
+        async with SharingCluster(model, line, hidden_states, **of_middle) as cluster:
             yield cluster, line
         gc.collect()
         assert segments() == []
@@ -146,6 +153,24 @@ async def test_without_any_offer_hidden_states_travel_over_grpc(varied_llama: Pa
     async with serving(varied_llama, **off) as (cluster, _):
         solo.check(await cluster.generate_all(mixed_cases(2)))
         assert await cluster.transports() == [GRPC, TCP, NOWHERE]
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("of_middle", [{}, {"same_host": SameHost.OFF}], ids=["memory", "connection"])
+async def test_the_coordinator_puts_all_hidden_states_into_frames_whatever_workers_offer(
+    varied_llama: Path, solo: SoloRuns, of_middle: dict[str, Any]
+) -> None:
+    async with serving(varied_llama, HopRoute.GRPC, **of_middle) as (cluster, line):
+        solo.check(await cluster.generate_all(mixed_cases(6)))
+        assert await cluster.transports() == [GRPC, GRPC, NOWHERE]
+        assert line.num_connections == 0 and mapped_bytes() == 0
+        status = await cluster.client.status()
+        assert {(worker.payload_fallback, worker.same_host_fallback) for worker in status.workers} == {
+            ("", "")
+        }
+        plan = cluster.server.controller.state.plan
+        assert plan is not None
+        assert [stage.segment_bytes for stage in plan.stages] == [0] * NUM_STAGES
 
 
 async def test_memory_that_cannot_be_shared_is_told_before_the_epoch(

@@ -155,6 +155,31 @@ async def test_a_segment_that_arrives_too_late_is_not_read() -> None:
     listener.close()
 
 
+@pytest.mark.parametrize("is_told", [True, False], ids=["in frames", "any way"])
+async def test_an_epoch_with_hidden_states_in_frames_has_no_other_way_at_either_end(is_told: bool) -> None:
+    refused = RefusedPeers(time.monotonic)
+    listener, memory = PayloadListener(refused), MemoryListener(refused)
+    listener.listen(Address("127.0.0.1", 0))
+    memory.listen()
+    made = PayloadConnections(listener, memory=memory, min_bytes=1)
+    told = replace(EPOCH, hidden_states_in_frames=is_told)
+    incoming, accepted, offered = made.incoming(), forward_pb2.HopAccepted(), forward_pb2.HopAccepted()
+    incoming.expect(told, accepted, max_bytes=1000)
+    assert (accepted.HasField("memory"), accepted.HasField("payloads")) == (not is_told, not is_told)
+    of_another = made.incoming()
+    of_another.expect(EPOCH, offered, max_bytes=1000)
+    payloads = made.outgoing(told, "127.0.0.1:1")
+    await payloads.open(offered)
+    assert (await payloads.send(LARGE) is None) is is_told
+    assert (payloads.transport == cluster_pb2.HOP_TRANSPORT_GRPC) is is_told
+    assert (payloads.fallback, payloads.same_host_fallback, incoming.fallback) == ("", "", "")
+    payloads.close()
+    for end in (incoming, of_another):
+        end.close()
+    listener.close()
+    memory.close()
+
+
 @pytest.mark.parametrize("refusal", ["", "cudaHostRegister: out of memory"], ids=["pinned", "refused"])
 async def test_a_gpu_writes_into_shared_memory_that_can_be_page_locked(
     refusal: str, caplog: pytest.LogCaptureFixture

@@ -1182,6 +1182,7 @@ class BeginEpoch(_message.Message):
     INCOMING_SECRET_FIELD_NUMBER: _builtins.int
     OUTGOING_SECRET_FIELD_NUMBER: _builtins.int
     IS_CHECK_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATES_IN_FRAMES_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     epoch: _builtins.int
     coordinator_incarnation: _builtins.bytes
@@ -1191,6 +1192,10 @@ class BeginEpoch(_message.Message):
     """Presented by this stage to the next one, by LAST to the coordinator."""
     is_check: _builtins.bool
     """The epoch is for a self-check: every stage but LAST keeps the hidden states that it sends until the epoch is over."""
+    hidden_states_in_frames: _builtins.bool
+    """Hidden states travel in frames only, in both directions, whatever the worker's own settings allow: it offers no other
+    way, and takes none.
+    """
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageEndpoint]:
         """All stages in order."""
@@ -1205,10 +1210,11 @@ class BeginEpoch(_message.Message):
         incoming_secret: _builtins.bytes = ...,
         outgoing_secret: _builtins.bytes = ...,
         is_check: _builtins.bool = ...,
+        hidden_states_in_frames: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "epoch", b"epoch", "incoming_secret", b"incoming_secret", "is_check", b"is_check", "outgoing_secret", b"outgoing_secret", "plan_id", b"plan_id", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "epoch", b"epoch", "hidden_states_in_frames", b"hidden_states_in_frames", "incoming_secret", b"incoming_secret", "is_check", b"is_check", "outgoing_secret", b"outgoing_secret", "plan_id", b"plan_id", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

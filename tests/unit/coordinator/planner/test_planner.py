@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint import Blueprint, DType
+from coordinator.config import CoordinatorConfig, HopRoute
+from coordinator.model import open_model
 from coordinator.planner.plan import DeviceKind, Plan, PlanImpossible, StepLimits, WorkerCapacity
-from coordinator.planner.planner import make_plan
+from coordinator.planner.planner import make_plan, plan_for
 from coordinator.planner.stage_memory import StageMemory
 from kvcache import KvGroup, KvWindow
 from tests.properties import examples
@@ -63,6 +65,13 @@ def test_memory_that_stages_of_a_host_share_is_part_of_their_budgets() -> None:
     assert plan.num_blocks < apart.num_blocks
     with pytest.raises(PlanImpossible, match=r"activations \+ 32\.0 KiB shared with the next stage \+ .* KV"):
         small_plan(config, on_one_host(workers(40_000, 40_000, 40_000)))
+
+
+@pytest.mark.parametrize("route", HopRoute, ids=lambda route: route.value)
+def test_a_plan_counts_shared_memory_only_if_hidden_states_may_travel_there(route: HopRoute) -> None:
+    config = CoordinatorConfig(num_stages=2, hidden_states=route)
+    plan = plan_for(config, open_model(config), on_one_host(workers(GIB, GIB)))
+    assert [bool(stage.segment_bytes) for stage in plan.stages] == [route is HopRoute.AUTO, False]
 
 
 def test_only_a_hop_within_a_host_shares_memory() -> None:
