@@ -110,6 +110,18 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
             has_chat_template=self.has_chat_template,
         )
 
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: _Context
+    ) -> inference_pb2.TokenizeResponse:
+        """One id per word."""
+        text = request.text or " ".join(message.content for message in request.conversation.messages)
+        return inference_pb2.TokenizeResponse(token_ids=range(len(text.split())))
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: _Context
+    ) -> inference_pb2.DetokenizeResponse:
+        return inference_pb2.DetokenizeResponse(text="".join(f" {token}" for token in request.token_ids))
+
     def _next_fault(self) -> Fault | None:
         return self.faults.popleft() if self.faults else None
 

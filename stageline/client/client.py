@@ -1,6 +1,6 @@
 """The Python client of a coordinator."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -10,7 +10,18 @@ from stageline.client.call import GenerateCall, KvSubscriptions, RequestSpec, St
 from stageline.client.connection import AttachSecrets, Connection, answer, new_attach_secret
 from stageline.client.errors import RequestNotFound, WorkerNotFound
 from stageline.client.output import Completion, Completions, GenerateOutput
-from stageline.client.request import GenerateOptions, Prompt, build_request, flag, seconds, text, uint32
+from stageline.client.request import (
+    ChatMessage,
+    GenerateOptions,
+    Prompt,
+    build_request,
+    detokenize_request,
+    flag,
+    seconds,
+    text,
+    tokenize_request,
+    uint32,
+)
 from stageline_rpc.v1 import (
     cluster_pb2,
     cluster_pb2_grpc,
@@ -148,6 +159,22 @@ class Client:
             metadata = ((ATTACH_SECRET_KEY, self._secrets.of(request_id, secret)),)
         stub = await self._inference()
         await answer(stub.Cancel(request, timeout=_UNARY_TIMEOUT_S, metadata=metadata))
+
+    async def tokenize(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
+        """Return the token ids that `generate` would compute for a text or a conversation.
+
+        Raises InvalidRequest for a model without tokenizer or chat template, and for a text that can never
+        fit into the model.
+        """
+        request = tokenize_request(prompt)
+        stub = await self._inference()
+        return list((await answer(stub.Tokenize(request, timeout=_UNARY_TIMEOUT_S))).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids. Raises InvalidRequest for an id outside the vocabulary."""
+        request = detokenize_request(token_ids, skip_special_tokens=skip_special_tokens)
+        stub = await self._inference()
+        return (await answer(stub.Detokenize(request, timeout=_UNARY_TIMEOUT_S))).text
 
     async def model(self) -> inference_pb2.GetModelResponse:
         """Return the served model and its limits."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from stageline.client.errors import ServerError
 from stageline_rpc.v1 import inference_pb2
@@ -21,13 +22,21 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Token counts of one choice; `seed` is the effective one, given or random."""
+    """Token counts and times of one choice; `seed` is the effective one, given or random.
+
+    `queue_time_s` is from acceptance to the first step with this choice, `first_token_time_s` from acceptance
+    to its first token, `decode_time_s` from its first to its last token. A time is None if its end was not
+    reached, as without a generated token. Times of a request that a coordinator restored count from then on.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     seed: int
     restarts: int
+    queue_time_s: float | None = None
+    first_token_time_s: float | None = None
+    decode_time_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +127,9 @@ def _check_logprobs(response: inference_pb2.GenerateResponse) -> None:
         )
 
 
+_Time = Literal["queue_time", "first_token_time", "decode_time"]
+
+
 def _usage_from(usage: inference_pb2.Usage) -> Usage:
     return Usage(
         prompt_tokens=usage.prompt_tokens,
@@ -125,7 +137,14 @@ def _usage_from(usage: inference_pb2.Usage) -> Usage:
         cached_tokens=usage.cached_tokens,
         seed=usage.seed,
         restarts=usage.restarts,
+        queue_time_s=_seconds(usage, "queue_time"),
+        first_token_time_s=_seconds(usage, "first_token_time"),
+        decode_time_s=_seconds(usage, "decode_time"),
     )
+
+
+def _seconds(usage: inference_pb2.Usage, time: _Time) -> float | None:
+    return getattr(usage, time).ToNanoseconds() / 1e9 if usage.HasField(time) else None
 
 
 def _logprobs_from(entries: Iterable[inference_pb2.TokenLogprobs]) -> list[TokenLogprobs] | None:

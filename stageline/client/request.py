@@ -13,6 +13,8 @@ from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, TypedDict
 
+from google.protobuf.message import Message
+
 from stageline.client.errors import InvalidRequest
 from stageline_rpc.v1 import inference_pb2
 from wire.channels import MAX_MESSAGE_BYTES
@@ -203,6 +205,30 @@ def set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
         request.token_ids.ids.extend(token_ids("the prompt", prompt))
 
 
+def tokenize_request(prompt: str | Sequence[ChatMessage]) -> inference_pb2.TokenizeRequest:
+    """Build the message. Raises InvalidRequest for values that it cannot represent."""
+    request = inference_pb2.TokenizeRequest()
+    if isinstance(prompt, str):
+        request.text = text("the prompt", prompt)
+    else:
+        messages = [_chat_message(message) for message in _items("the prompt", prompt, "chat messages")]
+        if not messages:
+            raise InvalidRequest("the prompt is an empty list: it needs at least one chat message")
+        request.conversation.messages.extend(messages)
+    _check_size(request)
+    return request
+
+
+def detokenize_request(ids: Sequence[int], *, skip_special_tokens: bool) -> inference_pb2.DetokenizeRequest:
+    """Build the message. Raises InvalidRequest for values that it cannot represent."""
+    request = inference_pb2.DetokenizeRequest(
+        token_ids=token_ids("token_ids", ids),
+        skip_special_tokens=flag("skip_special_tokens", skip_special_tokens),
+    )
+    _check_size(request)
+    return request
+
+
 def _chat_message(message: object) -> inference_pb2.ChatMessage:
     if not isinstance(message, dict) or set(message) != {"role", "content"}:
         raise InvalidRequest(f"a chat message has exactly 'role' and 'content', this one is {message!r}")
@@ -370,7 +396,7 @@ def _check_structured_output(given: Iterable[str]) -> None:
         raise InvalidRequest(f"{' and '.join(names)} exclude each other: choose one")
 
 
-def _check_size(request: inference_pb2.GenerateRequest) -> None:
+def _check_size(request: Message) -> None:
     size_bytes = request.ByteSize()
     if size_bytes > MAX_MESSAGE_BYTES:
         raise InvalidRequest(

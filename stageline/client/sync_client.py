@@ -3,14 +3,14 @@
 Generated from `Client` by tools/sync_client.py; do not edit.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
 from stageline.client.blocking import BlockingCalls
 from stageline.client.client import Client
 from stageline.client.output import Completion, GenerateOutput
-from stageline.client.request import GenerateOptions, Prompt
+from stageline.client.request import ChatMessage, GenerateOptions, Prompt
 from stageline_rpc.v1 import cluster_pb2, inference_pb2, kv_events_pb2, telemetry_pb2
 
 
@@ -95,6 +95,18 @@ class SyncClient(BlockingCalls[Client]):
         PermissionDenied.
         """
         return self._run(self._asynchronous.cancel(request_id, secret=secret, token=token))
+
+    def tokenize(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
+        """Return the token ids that `generate` would compute for a text or a conversation.
+
+        Raises InvalidRequest for a model without tokenizer or chat template, and for a text that can never
+        fit into the model.
+        """
+        return self._run(self._asynchronous.tokenize(prompt))
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids. Raises InvalidRequest for an id outside the vocabulary."""
+        return self._run(self._asynchronous.detokenize(token_ids, skip_special_tokens=skip_special_tokens))
 
     def model(self) -> inference_pb2.GetModelResponse:
         """Return the served model and its limits."""

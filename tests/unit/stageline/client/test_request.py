@@ -9,8 +9,9 @@ import pytest
 from google.protobuf.message import Message
 
 from stageline import Detach, GenerateOptions, InvalidRequest, Priority
-from stageline.client.request import build_request
+from stageline.client.request import build_request, detokenize_request, tokenize_request
 from stageline_rpc.v1 import inference_pb2
+from wire.channels import MAX_MESSAGE_BYTES
 from wire.ids import id_text, new_request_id
 
 REQUEST_ID = id_text(new_request_id())
@@ -191,3 +192,33 @@ def test_detach_as_a_word_leaves_the_time_to_the_server() -> None:
 def test_an_unknown_keyword_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
         build(temprature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        (7, "the prompt is of type int, must be a list of chat messages"),
+        ([], "the prompt is an empty list: it needs at least one chat message"),
+        ([1, 2], "a chat message has exactly 'role' and 'content', this one is 1"),
+        ("\ud800", "the prompt has a lone surrogate at character 0"),
+        ("x" * MAX_MESSAGE_BYTES, "the request has .* bytes with its prompt, a message has at most"),
+    ],
+    ids=["number", "empty", "token ids", "surrogate", "large"],
+)
+def test_what_cannot_be_tokenized_is_rejected_before_it_is_sent(prompt: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        tokenize_request(prompt)
+
+
+@pytest.mark.parametrize(
+    ("ids", "skips", "problem"),
+    [
+        ("12", True, "token_ids is of type str, must be a list of token ids"),
+        ([-1], True, "a token id of token_ids is -1, must be in"),
+        ([1], 1, "skip_special_tokens is of type int, must be True or False"),
+    ],
+    ids=["text", "negative", "number"],
+)
+def test_what_are_no_token_ids_is_rejected_before_it_is_sent(ids: Any, skips: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        detokenize_request(ids, skip_special_tokens=skips)

@@ -118,6 +118,12 @@ def test_outputs_are_yielded_and_completions_returned(client: SyncClient) -> Non
     assert client.status().model == "fake-stories"
 
 
+def test_texts_and_token_ids_are_translated(client: SyncClient) -> None:
+    assert client.tokenize("two words") == [0, 1]
+    assert client.tokenize([{"role": "user", "content": "three more words"}]) == [0, 1, 2]
+    assert client.detokenize([3, 4], skip_special_tokens=False) == " 3 4"
+
+
 def leave_by_break(client: SyncClient) -> None:
     for _ in client.generate("!endless"):
         break
