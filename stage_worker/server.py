@@ -22,6 +22,7 @@ from certificates.identity import Role
 from checkpoint.hashes import CACHE_FOLDER, HashCache
 from stage_worker.backends.backend import StageBackend
 from stage_worker.backends.contract import DeviceError, StepObserver
+from stage_worker.backends.hop_memory import HopMemory
 from stage_worker.backends.mock_backend import MockBackend
 from stage_worker.config import MemoryTooLarge, SameHost, WorkerConfig
 from stage_worker.coordinator_client import CoordinatorClient, JoinRefused
@@ -51,7 +52,7 @@ from wire.device_rates import DeviceRates, encode_rates
 from wire.errors import ServingError, reason_of
 from wire.exit_codes import ExitCode, error_line
 from wire.flags import OFF
-from wire.gpu import encode_device_memory, encode_gpu
+from wire.gpu import DeviceMemory, encode_device_memory, encode_gpu
 from wire.interceptors import HealthServicer
 from wire.memory_listener import MemoryListener
 from wire.payload_sockets import PayloadListener
@@ -90,7 +91,7 @@ class Worker:
         self._weights_port = self._new_weights_port()
         self._backend = _new_backend(config, self._sharing())
         self._backend.on_device_failure = self._note_device_failure
-        self.metrics.watch_device(lambda: self._backend.device_memory)
+        self.metrics.watch_device(self._device_memory)
         self._device_failure = ""
         self._has_failed = asyncio.Event()
         self.metrics.watch_certificate(self._transport.certificate_life)
@@ -103,8 +104,7 @@ class Worker:
         self._clock = ClusterClock()
         self._recorder: SpanRecorder | None = None
         self._payloads = PayloadListener(self._refused, tls=self._transport.server_context)
-        hop_memory = self._backend.hop_memory
-        self._memory = MemoryListener(self._refused, hop_memory, hop_memory)
+        self._memory = MemoryListener(self._refused, self._hop_memory, self._hop_memory)
         self._observers: list[StepObserver] = [self.metrics.stage]
         self._stage = self._new_stage()
         self._client = CoordinatorClient(
@@ -154,7 +154,7 @@ class Worker:
             payloads=PayloadConnections(
                 self._payloads,
                 memory=self._memory,
-                hop_memory=self._backend.hop_memory,
+                hop_memory=self._hop_memory,
                 min_bytes=config.min_payload_bytes,
                 transport=transport,
             ),
@@ -211,7 +211,7 @@ class Worker:
                 # The coordinator ends the stream when it receives the report, which is being sent.
                 client.stop_dialling()
                 await asyncio.wait({joined}, timeout=WORKER_POLICY.report_timeout_s)
-                raise DeviceError(f"device {self._backend.device} failed: {self._device_failure}")
+                raise DeviceError(f"device {self._backend.device.name} failed: {self._device_failure}")
             for task in (orders, joined):
                 if task.done():
                     task.result()
@@ -293,38 +293,47 @@ class Worker:
 
     def _hello(self) -> join_pb2.WorkerHello:
         """A hello with a new incarnation: the coordinator may have replaced the previous one."""
-        gpu = self._backend.gpu
+        device = self._backend.device
         return join_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             name=self.name,
             incarnation=self._stage.renew(),
             address=self.advertised_address,
-            device=self._backend.device,
-            memory_bytes=self._backend.memory_bytes,
+            device=device.name,
+            memory_bytes=device.memory_bytes,
             last_epoch=self._stage.last_epoch,
             pid=os.getpid(),
             hostname=socket.gethostname(),
-            is_mock=self._backend.is_mock,
-            supports_bf16=self._backend.supports_bf16,
-            supports_f16=self._backend.supports_f16,
-            gpu=None if gpu is None else encode_gpu(gpu),
-            reads_pages_in_place=self._backend.reads_pages_in_place,
+            is_mock=device.is_mock,
+            supports_bf16=device.supports_bf16,
+            supports_f16=device.supports_f16,
+            gpu=None if device.gpu is None else encode_gpu(device.gpu),
+            reads_pages_in_place=device.reads_pages_in_place,
             rates=None if (rates := self._rates) is None else encode_rates(rates),
             warm_spare_bytes=self._config.warm_spare_bytes or 0,
             memory_domain=self._stage.memory_domain,
-            host_memory_bytes=self._backend.host_memory_bytes,
+            host_memory_bytes=device.host_memory_bytes,
         )
+
+    @property
+    def _hop_memory(self) -> HopMemory | None:
+        memory = self._backend.gpu_memory
+        return None if memory is None else memory.hop_memory
+
+    def _device_memory(self) -> DeviceMemory | None:
+        memory = self._backend.gpu_memory
+        return None if memory is None else memory.read()
 
     @property
     def _rates(self) -> DeviceRates | None:
         """As given, or else as measured."""
         given = self._config.device_rate
-        return given if isinstance(given, DeviceRates) else self._backend.rates
+        return given if isinstance(given, DeviceRates) else self._backend.device.rates
 
     def _heartbeat(self) -> join_pb2.Heartbeat:
         heartbeat = self._stage.heartbeat()
         heartbeat.resident_bytes = resident_bytes()
-        if (memory := self._backend.device_memory) is not None:
+        if (memory := self._device_memory()) is not None:
             heartbeat.device_memory.CopyFrom(encode_device_memory(memory))
         if (certificate := encode_certificate(self._transport.certificate_life())) is not None:
             heartbeat.certificate.CopyFrom(certificate)

@@ -39,7 +39,7 @@ from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
 from wire.channels import check_protocol_version
 from wire.clock import ClusterClock
-from wire.errors import Overloaded, StaleStream, StepFaultKind
+from wire.errors import InvalidRequest, Overloaded, StaleStream, StepFaultKind
 from wire.ids import Incarnation, new_incarnation
 from wire.log_context import log_context
 from wire.payload_memory import memory_domain
@@ -160,7 +160,7 @@ class StageManager:
         self._on_serving, self._wire_dtype = on_serving, wire_dtype
         self._clock, self._observers = clock or ClusterClock(), observers
         self._weights, self._weights_port = weights or WeightsVerifier(), weights_port
-        self._prefetch = WeightsPrefetch(backend, self._describe_weights)
+        self._prefetch = WeightsPrefetch(self._describe_weights)
         self._orders: asyncio.Queue[tuple[Order | _Connected | _Disconnected, Reply]] = asyncio.Queue()
         self._reply: Reply = _drop
         self._rejoin: Callable[[], None] = _stay
@@ -273,7 +273,9 @@ class StageManager:
             raise Overloaded("the worker is loading a stage")
         loaded = self._loaded
         held_bytes = 0 if loaded is None else loaded.weight_bytes + loaded.kv_bytes
-        return await self._backend.reference(decode_request(request, directory), held_bytes=held_bytes)
+        if (references := self._backend.references) is None:
+            raise InvalidRequest("a mock stage has no weights to compute a reference from")
+        return await references.reference(decode_request(request, directory), held_bytes=held_bytes)
 
     def heartbeat(self) -> join_pb2.Heartbeat:
         """Return the current state; the caller fills in `resident_bytes`."""
@@ -340,14 +342,18 @@ class StageManager:
                 await self._end_session()
 
     async def _begin_prefetch(self, message: join_pb2.PrefetchWeights, reply: Reply) -> None:
-        order = decode_prefetch(message, coordinator=self._coordinator)
-        if self._backend.keeps_warm:
+        order, weights = decode_prefetch(message, coordinator=self._coordinator), self._backend.weights
+        if weights is None:
+            if order is not None:
+                log.warning("weights are not prefetched: a mock stage has none")
+            return
+        if (spare := weights.warm_spare) is not None:
             if order is not None:
                 await self._end_former_stage()
             elif self._loaded is None:
                 self._prefetch.end()
-                await self._backend.drop_warm()
-        self._prefetch.start(order, reply)
+                await spare.drop_warm()
+        self._prefetch.start(order, weights, reply)
 
     async def _end_former_stage(self) -> None:
         """Free the memory of a stage that the present plan does not have."""
@@ -362,21 +368,26 @@ class StageManager:
         return session if session is not None and session.epoch.number == epoch else None
 
     def _verify_weights(self, order: join_pb2.VerifyWeights) -> None:
+        """Start the comparison, of which a mock stage has nothing to compare."""
+
         def reply(message: join_pb2.JoinRequest) -> None:
             self._reply(message)
 
-        directory = self._backend.checkpoint_directory(self._reference_access.directory)
-        if not order.plan_id and directory is not None:
+        if (weights := self._backend.weights) is None:
+            return
+        if not order.plan_id:
+            directory = weights.checkpoint_directory(self._reference_access.directory)
             self._weights.verify_checkpoint(order, directory, reply=reply)
         elif (loaded := self._loaded) is not None and loaded.assignment.plan_id == order.plan_id:
-            repair = Repair(self._backend.refetch, lambda: self._rejoin())
+            repair = Repair(weights.refetch, lambda: self._rejoin())
             self._weights.verify(order, activity=self._activity, reply=reply, repair=repair)
 
     async def _check_states(self, epoch: int) -> join_pb2.JoinRequest:
         """Return the hidden states handed on in this epoch, empty if it is over."""
         states = b""
-        if (session := self._session_of(epoch)) is not None:
-            states = await self._backend.project(session.handed_on)
+        session, references = self._session_of(epoch), self._backend.references
+        if session is not None and references is not None:
+            states = await references.project(session.handed_on)
         return join_pb2.JoinRequest(check_states=join_pb2.CheckStates(epoch=epoch, states=states))
 
     async def _assign(self, message: join_pb2.AssignStage) -> join_pb2.JoinRequest:

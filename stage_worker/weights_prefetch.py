@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from checkpoint.errors import CheckpointError
 from stage_worker.assignment import Prefetch
-from stage_worker.backends.backend import LoadCancelled, LoadProgress, StageBackend, StageLoadError
+from stage_worker.backends.backend import LoadCancelled, LoadProgress, StageLoadError, StageWeights
 from stageline_rpc.internal.v1 import join_pb2
 
 log = logging.getLogger(__name__)
@@ -19,22 +19,23 @@ Reply = Callable[[join_pb2.JoinRequest], None]
 class WeightsPrefetch:
     """At most one prefetch, which a load ends."""
 
-    def __init__(self, backend: StageBackend, on_change: Callable[[Reply], Awaitable[None]]) -> None:
+    def __init__(self, on_change: Callable[[Reply], Awaitable[None]]) -> None:
         """`on_change` is awaited when the worker has more weights than before."""
-        self._backend, self._on_change = backend, on_change
+        self._on_change = on_change
         self._task: asyncio.Task[None] | None = None
         self._order: Prefetch | None = None
         self.progress: LoadProgress | None = None
         """Of the present prefetch, or the last one until a load begins."""
 
-    def start(self, order: Prefetch | None, reply: Reply) -> None:
+    def start(self, order: Prefetch | None, weights: StageWeights, reply: Reply) -> None:
         """Replace the prefetch, unless it is the same; None ends it."""
         if order is not None and order == self._order:
             return
         self.cancel()
         if order is not None:
             self._order, self.progress = order, LoadProgress()
-            self._task = asyncio.create_task(self._run(order, self.progress, reply), name="weights-prefetch")
+            run = self._run(weights, order, self.progress, reply)
+            self._task = asyncio.create_task(run, name="weights-prefetch")
 
     def cancel(self) -> None:
         """Let the prefetch end soon."""
@@ -47,9 +48,11 @@ class WeightsPrefetch:
         self.cancel()
         self.progress = None
 
-    async def _run(self, order: Prefetch, progress: LoadProgress, reply: Reply) -> None:
+    async def _run(
+        self, weights: StageWeights, order: Prefetch, progress: LoadProgress, reply: Reply
+    ) -> None:
         try:
-            await self._backend.prefetch(order, progress)
+            await weights.prefetch(order, progress)
         except LoadCancelled:
             log.info("the prefetch of weights was cancelled")
         except (StageLoadError, CheckpointError, OSError) as error:

@@ -69,9 +69,10 @@ class WarmSpares:
                 connection.send(message)
 
     def _is_asked(self, connection: WorkerConnection) -> bool:
-        """Whether the worker could fetch weights, or keep them in memory."""
+        """Whether the worker could fetch weights, or keep them in memory; a mock does neither."""
         has_source = self._model.pins is not None or self._model.shared is not None
-        return has_source or connection.identity.warm_spare_bytes > 0
+        identity = connection.identity
+        return not identity.is_mock and (has_source or identity.warm_spare_bytes > 0)
 
     def _situation(self) -> object:
         """What the plans depend on; None without a spare."""

@@ -1,10 +1,11 @@
-"""Interface of a backend, which loads a stage and runs its steps; load progress and errors."""
+"""Interfaces of a backend, which loads a stage and runs its steps; load progress and errors."""
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from stage_worker.assignment import Assignment, Prefetch, ReferenceRequest
 from stage_worker.backends.contract import ReceivedFrame, StageOutput
@@ -13,7 +14,6 @@ from stage_worker.executor import StepExecutor
 from stage_worker.loading.weights_check import LoadedFrom
 from weights.progress import FetchProgress
 from wire.device_rates import DeviceRates
-from wire.errors import InvalidRequest
 from wire.gpu import DeviceMemory, Gpu
 from wire.reference import Reference
 from wire.steps import Step
@@ -116,64 +116,104 @@ class RanStep:
     ended_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDevice:
+    """Facts about the device of a backend, as its worker reports them to the coordinator.
+
+    `name` is shown to users: "cpu", "cuda:0", or "mock", whose steps take simulated time without computing.
+    `memory_bytes` is the budget for weights, KV pages and activations, `host_memory_bytes` memory of a GPU's
+    host for tables that the GPU reads there. `supports_bf16`: bfloat16 is at least as fast as float32;
+    `supports_f16`: float16 is faster, and summed in float32. `reads_pages_in_place`: kernels of a GPU attend
+    to pages in place. `gpu` is None on a CPU, `rates` without a measurement.
+    """
+
+    name: str
+    memory_bytes: int
+    is_mock: bool = False
+    host_memory_bytes: int = 0
+    supports_bf16: bool = True
+    supports_f16: bool = False
+    reads_pages_in_place: bool = False
+    gpu: Gpu | None = None
+    rates: DeviceRates | None = None
+
+
+class GpuMemory(Protocol):
+    """Memory of the GPU that computes."""
+
+    @property
+    def hop_memory(self) -> HopMemory:
+        """Memory of hops that is page-locked for the GPU."""
+
+    def read(self) -> DeviceMemory:
+        """Current use."""
+
+
+class WarmSpare(Protocol):
+    """Layers in memory of a worker without a stage."""
+
+    async def drop_warm(self) -> None:
+        """Free the layers that `StageWeights.prefetch` read, after all earlier calls; no stage is loaded."""
+
+
+class StageWeights(Protocol):
+    """Files of weights, and the cache of those from a remote source."""
+
+    @property
+    def warm_spare(self) -> WarmSpare | None:
+        """Set if `prefetch` also reads layers into memory, which ends the loaded stage."""
+
+    def checkpoint_directory(self, coordinators: str) -> Path:
+        """The local checkpoint; `coordinators` is the coordinator's path, as in ModelRef."""
+
+    async def prefetch(self, order: Prefetch, progress: LoadProgress) -> None:
+        """Fetch layers for later assignments. A load cancels it first.
+
+        Raises StageLoadError, LoadCancelled, CheckpointError and OSError.
+        """
+
+    async def refetch(self, source: LoadedFrom, tensors: Sequence[str]) -> bool:
+        """Drop tensors with wrong bytes from the cache, so that the next load fetches them from their origin.
+
+        Returns False if they do not come from a cache, or were fetched again too often.
+        """
+
+
+class StageReferences(Protocol):
+    """Results that a self-check compares with those of steps."""
+
+    async def reference(self, request: ReferenceRequest, *, held_bytes: int) -> Reference:
+        """Compute a reference during steps; the stage holds `held_bytes`. Raises ServingError."""
+
+    async def project(self, handed_on: Sequence[TensorView]) -> bytes:
+        """Projected hidden states of consecutive steps as in LayerReference.states."""
+
+
 class StageBackend(ABC):
     """Loads a stage and runs its steps; calls must not overlap, but a load may be cancelled.
 
+    Every backend has all methods; abilities that only some have are objects, which are None without them.
     The event loop calls `on_device_failure` when this process can no longer compute; set it before the
     first call.
     """
 
     on_device_failure: Callable[[str], None]
-
-    device: str
-    """Device name shown to users: "cpu", "cuda:0", or "mock"."""
-    memory_bytes: int
-    """Budget for weights, KV pages and activations."""
+    device: StageDevice
 
     @property
-    def host_memory_bytes(self) -> int:
-        """Memory of a GPU's host for tables that the GPU reads there."""
-        return 0
+    @abstractmethod
+    def gpu_memory(self) -> GpuMemory | None:
+        """None on a CPU and for a mock."""
 
     @property
-    def is_mock(self) -> bool:
-        """Steps take simulated time without computing."""
-        return False
+    @abstractmethod
+    def weights(self) -> StageWeights | None:
+        """None for a mock."""
 
     @property
-    def supports_bf16(self) -> bool:
-        """bfloat16 is at least as fast as float32 on this device."""
-        return True
-
-    @property
-    def supports_f16(self) -> bool:
-        """float16 is faster than float32 on this device, and summed in float32."""
-        return False
-
-    @property
-    def reads_pages_in_place(self) -> bool:
-        """Kernels of a GPU attend to pages in place."""
-        return False
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """The GPU that computes; None on a CPU and for a mock."""
-        return None
-
-    @property
-    def hop_memory(self) -> HopMemory | None:
-        """Where memory of hops is page-locked for the GPU; None on a CPU and for a mock."""
-        return None
-
-    @property
-    def rates(self) -> DeviceRates | None:
-        """How fast the device is, as measured; None without a measurement."""
-        return None
-
-    @property
-    def device_memory(self) -> DeviceMemory | None:
-        """Current memory of the GPU; None on a CPU and for a mock."""
-        return None
+    @abstractmethod
+    def references(self) -> StageReferences | None:
+        """None for a mock."""
 
     @abstractmethod
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
@@ -204,44 +244,9 @@ class StageBackend(ABC):
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
         """Compute a prepared step, after all earlier calls. The future raises StepFault for a failed step."""
 
+    @abstractmethod
     async def verify_accounting(self, executor: StepExecutor) -> None:
         """Check the KV accounting, after all earlier calls. Raises StepFault."""
-        executor.verify_accounting()
-
-    @property
-    def keeps_warm(self) -> bool:
-        """`prefetch` reads layers into memory, which ends the loaded stage."""
-        return False
-
-    async def drop_warm(self) -> None:
-        """Free the layers that `prefetch` read, after all earlier calls; no stage is loaded."""
-        raise StageLoadError("this backend keeps no layers without a stage")
-
-    async def prefetch(self, order: Prefetch, progress: LoadProgress) -> None:
-        """Fetch layers for later assignments. A load cancels it first.
-
-        Raises StageLoadError, LoadCancelled, CheckpointError and OSError.
-        """
-        raise StageLoadError("a mock stage has no weights to prefetch")
-
-    async def refetch(self, source: LoadedFrom, tensors: Sequence[str]) -> bool:
-        """Drop tensors with wrong bytes from the cache, so that the next load fetches them from their origin.
-
-        Returns False if they do not come from a cache, or were fetched again too often.
-        """
-        return False
-
-    def checkpoint_directory(self, coordinators: str) -> Path | None:
-        """The local checkpoint, None for a mock; `coordinators` is the coordinator's path, as in ModelRef."""
-        return None
-
-    async def reference(self, request: ReferenceRequest, *, held_bytes: int) -> Reference:
-        """Compute a reference during steps; the stage holds `held_bytes`. Raises ServingError."""
-        raise InvalidRequest("a mock stage has no weights to compute a reference from")
-
-    async def project(self, handed_on: Sequence[TensorView]) -> bytes:
-        """Projected hidden states of consecutive steps as in LayerReference.states, b"" without any."""
-        return b""
 
     @abstractmethod
     def stop(self, *, timeout_s: float) -> bool:

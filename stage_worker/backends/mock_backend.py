@@ -9,7 +9,14 @@ from collections.abc import Callable
 from functools import partial
 
 from stage_worker.assignment import Assignment
-from stage_worker.backends.backend import LoadedStage, LoadProgress, RanStep, StageBackend, StageLoadError
+from stage_worker.backends.backend import (
+    LoadedStage,
+    LoadProgress,
+    RanStep,
+    StageBackend,
+    StageDevice,
+    StageLoadError,
+)
 from stage_worker.backends.compute_thread import StepWatchdog
 from stage_worker.backends.contract import ReceivedFrame, StageOutput
 from stage_worker.backends.mock_compute import MockCompute, MockDevice
@@ -127,27 +134,33 @@ MEMORY_BYTES = 1 << 40
 class MockBackend(StageBackend):
     """Runs one step at a time, for the time in its spec. Must be created in an event loop."""
 
-    device = "mock"
-
     def __init__(
         self, spec: MockSpec, *, memory_bytes: int | None = None, step_timeout_s: float = 30.0
     ) -> None:
         """A hung step is reported `step_timeout_s` after the coordinator gave it up."""
-        self.memory_bytes = memory_bytes or MEMORY_BYTES
-        self._device = MockDevice(spec)
+        self.device = StageDevice(name="mock", memory_bytes=memory_bytes or MEMORY_BYTES, is_mock=True)
+        self._simulated = MockDevice(spec)
         self._watchdog = StepWatchdog(step_timeout_s, lambda reason: self.on_device_failure(reason))
         self._spec = spec
         self._clock = DeadlineClock()
         self._alarm: Alarm | None = None
 
     @property
-    def is_mock(self) -> bool:
-        return True
+    def gpu_memory(self) -> None:
+        return None
+
+    @property
+    def weights(self) -> None:
+        return None
+
+    @property
+    def references(self) -> None:
+        return None
 
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
         await self._end_of_steps()
         try:
-            compute = MockCompute(assignment, self._device)
+            compute = MockCompute(assignment, self._simulated)
         except ValueError as error:
             raise StageLoadError(str(error)) from error
         return LoadedStage(
@@ -158,7 +171,7 @@ class MockBackend(StageBackend):
             read_bytes=0,
             load_ms=0,
             warmup_ms=self._warmup_ms(assignment),
-            device=self.device,
+            device=self.device.name,
         )
 
     async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
@@ -188,7 +201,7 @@ class MockBackend(StageBackend):
             if fault.kind is StepFaultKind.DEVICE:
                 asyncio.get_running_loop().call_soon(self.on_device_failure, fault.message)
             return done
-        if self._device.is_hung:
+        if self._simulated.is_hung:
             return done
         work_s = self._spec.step_s(received.frame.step)
         started_s, ended_s = self._clock.serve(received.at_s, work_s)
@@ -198,9 +211,12 @@ class MockBackend(StageBackend):
         self._alarm.set(ended_s, partial(_settle, done, ran))
         return done
 
+    async def verify_accounting(self, executor: StepExecutor) -> None:
+        executor.verify_accounting()
+
     async def _end_of_steps(self) -> None:
         """Wait until steps have ended; does not return if one hangs."""
-        if self._device.is_hung:
+        if self._simulated.is_hung:
             never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._watchdog.expect(never)
             # Shielded, because a cancelled wait does not end the step.

@@ -1,5 +1,7 @@
 """The torch backend: models and KV pages on one compute thread."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
@@ -10,7 +12,14 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from stage_worker.assignment import Assignment, Prefetch, ReferenceRequest
-from stage_worker.backends.backend import DeviceFailedInLoad, LoadedStage, LoadProgress, RanStep, StageBackend
+from stage_worker.backends.backend import (
+    DeviceFailedInLoad,
+    LoadedStage,
+    LoadProgress,
+    RanStep,
+    StageBackend,
+    StageDevice,
+)
 from stage_worker.backends.compute_thread import ComputeThread, StepWatchdog
 from stage_worker.backends.contract import DeviceError, KernelChoice, ReceivedFrame
 from stage_worker.backends.cuda_runtime import CudaMappings
@@ -45,7 +54,7 @@ from stage_worker.model.checksums import checksum_of
 from stage_worker.model.kernels import check_choice, has_triton_kernels
 from weights.serving import yield_to_others
 from wire.device_rates import DeviceRates, RateSource
-from wire.gpu import DeviceMemory, Gpu
+from wire.gpu import DeviceMemory
 from wire.reference import Reference, encode_states
 from wire.steps import Step
 from wire.tensors import TensorView
@@ -61,6 +70,27 @@ RATES_TIMEOUT_S = 60.0
 """Of a measurement that takes one second, beside libraries that are loaded from a slow disk."""
 
 
+class CudaMemory:
+    """Memory of a GPU: the allocator's, that of hops, and what the host pins for a stage."""
+
+    def __init__(self, device: torch.device, choice: KernelChoice) -> None:
+        checksum = checksum_of(has_triton=has_triton_kernels(choice, device))
+        self.meter = CudaMeter(device)
+        self.hop_memory = HopMemory(CudaPageLocks(device), CudaMappings(device, checksum))
+        self.pinned_bytes = 0
+        """Of the loaded stage, or of layers that are kept without one."""
+
+    def read(self) -> DeviceMemory:
+        allocator, hop_bytes = self.meter.read(), self.hop_memory.device_bytes
+        return replace(
+            allocator,
+            allocated_bytes=allocator.allocated_bytes + hop_bytes,
+            reserved_bytes=allocator.reserved_bytes + hop_bytes,
+            peak_bytes=allocator.peak_bytes + hop_bytes,
+            pinned_bytes=self.pinned_bytes + self.hop_memory.locked_bytes,
+        )
+
+
 class TorchBackend(StageBackend):
     """Owner of the compute thread and a second thread for references, which steps and loads never wait
     for.
@@ -73,29 +103,28 @@ class TorchBackend(StageBackend):
         """
         self._claims = _claims(config)
         device = _prepared_device(config, self._claims)
-        self.device, self._rates = str(device), _measured_rates(config, device)
-        self.memory_bytes = config.memory_bytes or default_memory_bytes(device)
+        self.device = _described(device, config)
         self._warm_bytes = config.warm_spare_bytes
         if self._warm_bytes is not None:
-            check_warm_spare(self._warm_bytes, self.memory_bytes, device)
+            check_warm_spare(self._warm_bytes, self.device.memory_bytes, device)
         self._remote = RemoteWeights(
-            config.weights_cache(self.device), limit_bytes=config.weights_limit_bytes, sharing=sharing
+            config.weights_cache(self.device.name), limit_bytes=config.weights_limit_bytes, sharing=sharing
         )
-        self._meter, self._hop_memory = _of_gpu(device, config.kernels)
+        self._gpu_memory = CudaMemory(device, config.kernels) if device.type == "cuda" else None
         self._resources = WorkerResources(
             device=device,
-            meter=self._meter,
-            hop_memory=self._hop_memory,
-            memory_bytes=self.memory_bytes,
+            meter=None if self._gpu_memory is None else self._gpu_memory.meter,
+            hop_memory=None if self._gpu_memory is None else self._gpu_memory.hop_memory,
+            memory_bytes=self.device.memory_bytes,
             model_directory=config.model_directory,
             kernels=config.kernels,
             cuda_graphs=config.cuda_graphs,
             step_timeout_s=config.step_timeout_s,
             remote=self._remote,
             pinned_limit_bytes=0 if self._warm_bytes is None else default_memory_bytes(CPU),
-            host_memory_bytes=table_memory_bytes(device),
+            host_memory_bytes=self.device.host_memory_bytes,
         )
-        self._cache, self._pinned_bytes = StageCache(), 0
+        self._cache = StageCache()
         self._watchdog = StepWatchdog(config.step_timeout_s, self._fail)
         self._thread = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
         self._steps = StepPipeline(
@@ -108,52 +137,24 @@ class TorchBackend(StageBackend):
         self._prefetches = ComputeThread(on_start=yield_to_others)
 
     @property
-    def host_memory_bytes(self) -> int:
-        return self._resources.host_memory_bytes
+    def gpu_memory(self) -> CudaMemory | None:
+        return self._gpu_memory
 
     @property
-    def supports_bf16(self) -> bool:
-        return has_native_bf16(self._resources.device)
+    def weights(self) -> TorchBackend:
+        return self
 
     @property
-    def supports_f16(self) -> bool:
-        return has_fast_f16(self._resources.device)
+    def references(self) -> TorchBackend:
+        return self
 
     @property
-    def reads_pages_in_place(self) -> bool:
-        return has_triton_kernels(self._resources.kernels, self._resources.device)
-
-    @property
-    def gpu(self) -> Gpu | None:
-        device = self._resources.device
-        return describe_gpu(device) if device.type == "cuda" else None
-
-    @property
-    def hop_memory(self) -> HopMemory | None:
-        return self._hop_memory
-
-    @property
-    def rates(self) -> DeviceRates | None:
-        return self._rates
-
-    @property
-    def device_memory(self) -> DeviceMemory | None:
-        if self._meter is None:
-            return None
-        found, hops = self._meter.read(), self._hop_memory
-        if hops is None:
-            return replace(found, pinned_bytes=self._pinned_bytes)
-        return replace(
-            found,
-            allocated_bytes=found.allocated_bytes + hops.device_bytes,
-            reserved_bytes=found.reserved_bytes + hops.device_bytes,
-            peak_bytes=found.peak_bytes + hops.device_bytes,
-            pinned_bytes=self._pinned_bytes + hops.locked_bytes,
-        )
+    def warm_spare(self) -> TorchBackend | None:
+        return None if self._warm_bytes is None else self
 
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
         self._watch_steps()
-        self._pinned_bytes = 0
+        self._set_pinned(0)
         try:
             loaded = await self._load_after_steps(
                 load_stage, assignment, self._resources, progress, self._cache
@@ -161,9 +162,9 @@ class TorchBackend(StageBackend):
         except DeviceFailedInLoad as error:
             self._fail(str(error))
             raise
-        self._pinned_bytes = loaded.pinned_bytes
-        if self._meter is not None:
-            self._meter.restart_peak()
+        self._set_pinned(loaded.pinned_bytes)
+        if self._gpu_memory is not None:
+            self._gpu_memory.meter.restart_peak()
         return loaded
 
     async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
@@ -181,7 +182,7 @@ class TorchBackend(StageBackend):
     def prepare(self, executor: StepExecutor, step: Step) -> None:
         self._thread.post(executor.prepare, step)
 
-    def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
+    def submit(self, executor: StepExecutor, received: ReceivedFrame) -> asyncio.Future[RanStep]:
         return self._steps.submit(executor, received.frame)
 
     async def verify_accounting(self, executor: StepExecutor) -> None:
@@ -193,23 +194,20 @@ class TorchBackend(StageBackend):
         if self._warm_bytes is None:
             return
         try:
-            self._pinned_bytes = await self._load_after_steps(
+            pinned_bytes = await self._load_after_steps(
                 keep_warm, order, self._resources, progress, self._cache, limit_bytes=self._warm_bytes
             )
         except DeviceFailedInLoad as error:
             self._fail(str(error))
             raise
+        self._set_pinned(pinned_bytes)
 
     async def refetch(self, source: LoadedFrom, tensors: Sequence[str]) -> bool:
         pins = source.checkpoint.pins
         return pins is not None and await asyncio.to_thread(self._remote.refetch, pins, tensors)
 
-    @property
-    def keeps_warm(self) -> bool:
-        return self._warm_bytes is not None
-
     async def drop_warm(self) -> None:
-        self._pinned_bytes = 0
+        self._set_pinned(0)
         await self._load_after_steps(drop_warm, self._resources, self._cache)
 
     def checkpoint_directory(self, coordinators: str) -> Path:
@@ -238,8 +236,8 @@ class TorchBackend(StageBackend):
         if self._claims is not None:
             self._claims.close()
         is_stopped = self._thread.stop(timeout_s=timeout_s) and self._steps.stop(timeout_s=timeout_s)
-        if self._hop_memory is not None:
-            is_stopped = self._hop_memory.stop(timeout_s=timeout_s) and is_stopped
+        if self._gpu_memory is not None:
+            is_stopped = self._gpu_memory.hop_memory.stop(timeout_s=timeout_s) and is_stopped
         if is_stopped:
             self._remote.close()
         return is_stopped
@@ -264,6 +262,10 @@ class TorchBackend(StageBackend):
             self._fail(str(error))
             raise
 
+    def _set_pinned(self, size_bytes: int) -> None:
+        if self._gpu_memory is not None:
+            self._gpu_memory.pinned_bytes = size_bytes
+
     def _watch_steps(self) -> None:
         """Watch the steps that the coordinator gave up until they end."""
         self._watchdog.expect(self._thread.submit(self._steps.drain))
@@ -275,15 +277,22 @@ class TorchBackend(StageBackend):
         """References use host memory, which a GPU's budget does not cover."""
         device = self._resources.device
         held_bytes = max(held_bytes, self._warm_bytes or 0)
-        return self.memory_bytes - held_bytes if device.type == "cpu" else default_memory_bytes(CPU)
+        return self.device.memory_bytes - held_bytes if device.type == "cpu" else default_memory_bytes(CPU)
 
 
-def _of_gpu(device: torch.device, choice: KernelChoice) -> tuple[CudaMeter | None, HopMemory | None]:
-    """What a worker on a CPU has not: a meter of the device's memory, and memory of hops for its copies."""
-    if device.type != "cuda":
-        return None, None
-    checksum = checksum_of(has_triton=has_triton_kernels(choice, device))
-    return CudaMeter(device), HopMemory(CudaPageLocks(device), CudaMappings(device, checksum))
+def _described(device: torch.device, config: WorkerConfig) -> StageDevice:
+    # First, since it loads libraries, which take free memory.
+    rates = _measured_rates(config, device)
+    return StageDevice(
+        name=str(device),
+        memory_bytes=config.memory_bytes or default_memory_bytes(device),
+        host_memory_bytes=table_memory_bytes(device),
+        supports_bf16=has_native_bf16(device),
+        supports_f16=has_fast_f16(device),
+        reads_pages_in_place=has_triton_kernels(config.kernels, device),
+        gpu=describe_gpu(device) if device.type == "cuda" else None,
+        rates=rates,
+    )
 
 
 def handed_on_states(handed_on: list[TensorView]) -> bytes:

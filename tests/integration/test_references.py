@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,8 @@ async def test_a_worker_without_free_memory_rejects_with_the_numbers(tiny_llama:
     async with Cluster(tiny_llama, layers=(3,)) as cluster:
         heartbeat = cluster.server.controller.connections["w0"].heartbeat
         backend: Any = cluster.workers["w0"].worker._backend
-        backend.memory_bytes = heartbeat.weight_bytes + heartbeat.kv_bytes + 5
+        memory_bytes = heartbeat.weight_bytes + heartbeat.kv_bytes + 5
+        backend.device = replace(backend.device, memory_bytes=memory_bytes)
         with pytest.raises(grpc.aio.AioRpcError, match="bytes of memory, 5 are free") as caught:
             await request_reference(cluster, tiny_llama)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -7,7 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stage_worker.assignment import Assignment
-from stage_worker.backends.backend import LoadedStage, LoadProgress, RanStep, StageBackend, StageLoadError
+from stage_worker.backends.backend import (
+    LoadedStage,
+    LoadProgress,
+    RanStep,
+    StageBackend,
+    StageDevice,
+    StageLoadError,
+)
 from stage_worker.backends.compute_thread import StepWatchdog
 from stage_worker.backends.contract import ReceivedFrame
 from stage_worker.executor import BegunStep, StepExecutor
@@ -47,8 +54,6 @@ class _Begun:
 class SimBackend(StageBackend):
     """Computes one step after another; its device takes several."""
 
-    device = "mock"
-
     def __init__(
         self,
         machine: Machine,
@@ -59,7 +64,7 @@ class SimBackend(StageBackend):
         """`is_killed_by` decides whether the process crashes when it computes a frame for its stage."""
         self.sim_device = sim_device
         self._watchdog = StepWatchdog(HANGING_S, lambda reason: self.on_device_failure(reason))
-        self.memory_bytes = MEMORY_BYTES
+        self.device = StageDevice(name="mock", memory_bytes=MEMORY_BYTES, is_mock=True)
         self._machine = machine
         self._on_epoch = on_epoch
         self._is_killed_by = is_killed_by
@@ -68,8 +73,16 @@ class SimBackend(StageBackend):
         self._free_at_s = 0.0
 
     @property
-    def is_mock(self) -> bool:
-        return True
+    def gpu_memory(self) -> None:
+        return None
+
+    @property
+    def weights(self) -> None:
+        return None
+
+    @property
+    def references(self) -> None:
+        return None
 
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
         await self._end_of_steps()
@@ -88,7 +101,7 @@ class SimBackend(StageBackend):
             read_bytes=1,
             load_ms=1,
             warmup_ms=1,
-            device=self.device,
+            device=self.device.name,
         )
 
     async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
@@ -117,6 +130,9 @@ class SimBackend(StageBackend):
         else:
             self._loop.call_at(self._free_at_s, self._finish, step)
         return done
+
+    async def verify_accounting(self, executor: StepExecutor) -> None:
+        executor.verify_accounting()
 
     def _finish(self, step: _Begun) -> None:
         try:

@@ -74,7 +74,7 @@ async def test_a_cpu_is_measured_only_if_asked(
     measured: list[torch.device] = []
     monkeypatch.setattr(torch_backend, "measure_rates", lambda device: measured.append(device) or H100)
     backend = TorchBackend(WorkerConfig(device_rate=rate, state_directory=tmp_path))
-    assert backend.rates == expected
+    assert backend.device.rates == expected
     assert len(measured) == num_measured
     assert backend.stop(timeout_s=5)
 

@@ -68,7 +68,7 @@ async def test_cudnn_attention_is_off_a_gpu_is_measured_and_every_thread_has_the
     )
     config = WorkerConfig(device="cuda:1", memory_bytes=GIB, state_directory=tmp_path)
     backend = TorchBackend(config)
-    assert (backend.rates, measured) == (rates, ["device-rates"])
+    assert (backend.device.rates, measured) == (rates, ["device-rates"])
     ident = await backend._thread.run(threading.get_ident)
     assert ident != threading.get_ident()
     assert switched == [False]
@@ -140,7 +140,7 @@ def test_the_memory_of_a_gpu_is_read_from_the_allocator_and_the_driver(
 
 
 def test_a_cpu_has_no_device_memory(tmp_path: Path) -> None:
-    assert TorchBackend(WorkerConfig(state_directory=tmp_path)).device_memory is None
+    assert TorchBackend(WorkerConfig(state_directory=tmp_path)).gpu_memory is None
 
 
 @pytest.mark.parametrize(
@@ -176,4 +176,4 @@ def test_a_worker_keeps_to_the_cpus_near_its_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_mock_stage_has_the_memory_that_it_is_given() -> None:
-    assert MockBackend(MockSpec.parse("step=1ms"), memory_bytes=1 << 49).memory_bytes == 1 << 49
+    assert MockBackend(MockSpec.parse("step=1ms"), memory_bytes=1 << 49).device.memory_bytes == 1 << 49

@@ -21,10 +21,19 @@ NOTHING = join_pb2.PrefetchWeights()
 
 @dataclass
 class Backend:
-    """Notes the calls of orders."""
+    """Notes the calls of orders; weights and spare of its own."""
 
     keeps_warm: bool = True
+    has_weights: bool = True
     calls: list[str] = field(default_factory=list)
+
+    @property
+    def weights(self) -> Backend | None:
+        return self if self.has_weights else None
+
+    @property
+    def warm_spare(self) -> Backend | None:
+        return self if self.keeps_warm else None
 
     async def prefetch(self, order: Prefetch, progress: LoadProgress) -> None:
         self.calls.append("prefetch")
@@ -73,3 +82,12 @@ async def test_without_the_flag_a_former_stage_stays() -> None:
     backend = Backend(keeps_warm=False)
     manager = await execute(backend, WANTED, NOTHING, is_stage=True)
     assert manager.loaded is not None and backend.calls == ["prefetch"]
+
+
+async def test_a_backend_without_weights_prefetches_nothing_and_keeps_its_stage(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend = Backend(has_weights=False)
+    manager = await execute(backend, WANTED, NOTHING, is_stage=True)
+    assert manager.loaded is not None and backend.calls == []
+    assert caplog.messages == ["weights are not prefetched: a mock stage has none"]

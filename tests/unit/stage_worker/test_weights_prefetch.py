@@ -8,14 +8,14 @@ from typing import Any, cast
 import pytest
 
 from stage_worker.assignment import Prefetch
-from stage_worker.backends.backend import LoadCancelled, LoadProgress, StageBackend
+from stage_worker.backends.backend import LoadCancelled, LoadProgress, StageWeights
 from stage_worker.weights_prefetch import WeightsPrefetch
 from weights.errors import SourceRefused
 
 ORDER = cast("Prefetch", object())
 
 
-class Backend:
+class Weights:
     """Fails as told, then succeeds."""
 
     def __init__(self, *failures: Exception) -> None:
@@ -28,15 +28,15 @@ class Backend:
             raise self.failures.pop(0)
 
 
-def prefetch_of(backend: Backend, changes: list[Any]) -> WeightsPrefetch:
+def prefetch_of(changes: list[Any]) -> WeightsPrefetch:
     async def on_change(reply: Any) -> None:
         changes.append(reply)
 
-    return WeightsPrefetch(cast("StageBackend", backend), on_change)
+    return WeightsPrefetch(on_change)
 
 
-async def begin(prefetch: WeightsPrefetch) -> None:
-    prefetch.start(ORDER, lambda message: None)
+async def begin(prefetch: WeightsPrefetch, weights: Weights) -> None:
+    prefetch.start(ORDER, cast("StageWeights", weights), lambda message: None)
     assert prefetch._task is not None
     await prefetch._task
 
@@ -52,19 +52,19 @@ async def test_a_failure_is_shown_and_the_same_order_begins_again(
     caplog: pytest.LogCaptureFixture, error: Exception, shown: str
 ) -> None:
     changes: list[Any] = []
-    backend = Backend(error)
-    prefetch = prefetch_of(backend, changes)
-    await begin(prefetch)
+    weights = Weights(error)
+    prefetch = prefetch_of(changes)
+    await begin(prefetch, weights)
     assert prefetch.progress is not None and prefetch.progress.fetch_detail == shown
     assert "weights are not prefetched" in caplog.text and not changes
-    await begin(prefetch)
-    assert (backend.num_calls, len(changes)) == (2, 1)
-    await begin(prefetch)
-    assert backend.num_calls == 2, "an order that succeeded is done"
+    await begin(prefetch, weights)
+    assert (weights.num_calls, len(changes)) == (2, 1)
+    await begin(prefetch, weights)
+    assert weights.num_calls == 2, "an order that succeeded is done"
 
 
 async def test_a_cancelled_prefetch_reports_nothing() -> None:
     changes: list[Any] = []
-    prefetch = prefetch_of(Backend(LoadCancelled("a load")), changes)
-    await begin(prefetch)
+    prefetch = prefetch_of(changes)
+    await begin(prefetch, Weights(LoadCancelled("a load")))
     assert not changes and prefetch.progress is not None and not prefetch.progress.fetch_detail

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stage_worker.assignment import ModelShape
-from stage_worker.backends.backend import LoadProgress, StageLoadError
+from stage_worker.backends.backend import LoadProgress, StageBackend, StageDevice, StageLoadError
 from stage_worker.backends.contract import ReceivedFrame
 from stage_worker.backends.mock_backend import MEMORY_BYTES, Alarm, DeadlineClock, MockBackend
 from stage_worker.backends.mock_spec import MockSpec
@@ -133,9 +133,20 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 
 async def test_the_backend_reports_mock() -> None:
     backend = MockBackend(SHORT)
-    assert (backend.device, backend.is_mock, backend.memory_bytes) == ("mock", True, MEMORY_BYTES)
-    assert MockBackend(SHORT, memory_bytes=1000).memory_bytes == 1000
+    assert backend.device == StageDevice(name="mock", memory_bytes=MEMORY_BYTES, is_mock=True)
+    assert MockBackend(SHORT, memory_bytes=1000).device.memory_bytes == 1000
     assert backend.stop(timeout_s=0), "also before anything was served"
+
+
+async def test_a_mock_has_nothing_that_needs_weights_or_a_gpu() -> None:
+    backend = MockBackend(SHORT)
+    assert (backend.weights, backend.references, backend.gpu_memory) == (None, None, None)
+
+
+def test_no_member_of_a_backend_does_nothing_or_raises_by_default() -> None:
+    """What only some backends do is an object that the others do not have."""
+    members = {name for name in vars(StageBackend) if not name.startswith("_")}
+    assert members == StageBackend.__abstractmethods__
 
 
 async def test_a_stage_loads_immediately_without_memory() -> None:
