@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stage_worker.sampling.known_parameters import KnownParameters
 from stage_worker.sampling.logits_processors import Place
 from wire.sampling import StepSampling
 
@@ -274,6 +275,8 @@ def _log_weights(scores: Tensor, maxima: Tensor, temperature: Tensor) -> Tensor:
 
 
 NUM_CANDIDATES = 256
+_UNFILTERED = KnownParameters("temperature", "seed", "top_k")
+_OF_CANDIDATES = KnownParameters("temperature", "seed", "top_k", "top_p", "min_p", "typical_p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,19 +390,24 @@ def copies_to(device: torch.device) -> Place:
 def _by_width(
     draws: Mapping[int, Draw], vocab_size: int
 ) -> tuple[dict[int, Draw], dict[int, Draw], dict[int, Draw]]:
-    """Partition rows: without filters, probably decidable by few candidates, and others."""
+    """Partition rows: without filters, probably decidable by few candidates, and others.
+
+    Only `sample_at_full_width`, for the others, must apply every parameter.
+    """
     plain: dict[int, Draw] = {}
     few: dict[int, Draw] = {}
     many: dict[int, Draw] = {}
     for row, draw in draws.items():
         sampling = draw.sampling
         is_limited = _is_limited(sampling, vocab_size)
-        if is_limited and sampling.top_k >= NUM_CANDIDATES:
+        if not is_limited and _UNFILTERED.suffice_for(sampling):
+            plain[row] = draw
+        elif (is_limited and sampling.top_k >= NUM_CANDIDATES) or not _OF_CANDIDATES.suffice_for(sampling):
             many[row] = draw
         elif is_limited or sampling.top_p < 1.0 or sampling.min_p > 0.0:
             few[row] = draw
         else:
-            (many if sampling.typical_p < 1.0 else plain)[row] = draw
+            many[row] = draw
     return plain, few, many
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stage_worker.model.kernels import load_triton
 from stage_worker.sampling.grammar_masks import MaskRows
+from stage_worker.sampling.known_parameters import KnownParameters
 from stage_worker.sampling.logits_processors import LogitEdits, Place, SequenceEdits
 from stage_worker.sampling.random_choice import (
     Draw,
@@ -27,6 +28,10 @@ MAX_BLOCK_ELEMENTS = 1 << 20
 """Logits per block on a CPU: fits the processor's caches, and takes 8 MiB in float64."""
 OPEN, NOT_FINITE = -1, -2
 """In the place of a token: the row needs a look, or certainly has a NaN or an infinity."""
+
+
+KERNEL_PARAMETERS = KnownParameters("temperature", "seed", "top_k", "top_p", "min_p")
+"""What `_columns` has for the Triton kernels."""
 
 
 def rows_per_block(vocab_size: int, device: torch.device) -> int:
@@ -161,7 +166,7 @@ class StepRows:
         """`draws`, `edits` and `masks` of grammars by row; rows without draws are greedy, and draws have
         temperatures above 0.
 
-        Triton kernels sample all rows at once, and know no typical_p.
+        Triton kernels sample all rows at once; their draws have `KERNEL_PARAMETERS` only.
         """
         self._draws = draws
         self._vocab_size = vocab_size

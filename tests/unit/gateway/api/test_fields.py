@@ -11,9 +11,11 @@ import pytest
 from gateway.api.chat import ChatRequest
 from gateway.api.completions import CompletionRequest
 from gateway.api.fields import ACCEPTED, REFUSED
+from gateway.api.sampling import GenerationFields
 from gateway.upstream.contract import ModelInfo, UpstreamFailure
 from stageline_rpc.v1 import inference_pb2
 from tests.unit.gateway.fake_upstream import MODEL, serve
+from wire.sampling import SAMPLING_NUMBERS, SamplingNumber
 
 PATH = "/v1/completions"
 ANY_OBJECT = '{"type": "object"}'
@@ -264,3 +266,9 @@ def test_no_field_has_two_meanings() -> None:
 
 def test_the_fake_model_is_the_one_that_limits_are_tested_with() -> None:
     assert (MODEL.vocab_size, MODEL.max_sequence_tokens) == (2048, 256)
+
+
+@pytest.mark.parametrize("number", SAMPLING_NUMBERS, ids=lambda number: number.name)
+def test_each_number_of_sampling_is_a_field_of_every_request_that_generates(number: SamplingNumber) -> None:
+    field = GenerationFields.model_fields[number.name]
+    assert (field.annotation, field.default) == (float | None, None)
