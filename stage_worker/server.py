@@ -22,6 +22,7 @@ from certificates.identity import Role
 from checkpoint.hashes import CACHE_FOLDER, HashCache
 from stage_worker.backends.backend import StageBackend
 from stage_worker.backends.contract import DeviceError, StepObserver
+from stage_worker.backends.gpu_choice import warn_of_unused_gpus
 from stage_worker.backends.hop_memory import HopMemory
 from stage_worker.backends.mock_backend import MockBackend
 from stage_worker.config import MemoryTooLarge, SameHost, WorkerConfig
@@ -217,6 +218,10 @@ class Worker:
                     task.result()
         finally:
             await _cancel((joined, orders, failed, *renewing))
+
+    @property
+    def computes_on_cpu(self) -> bool:
+        return self._backend.device.name == "cpu"
 
     def condition(self) -> Condition:
         """Whether the worker is of use to its cluster. Called from any thread."""
@@ -461,6 +466,8 @@ async def _main(config: WorkerConfig, state: ProcessState) -> int:
     except (ValueError, OSError, ServingError) as error:
         return _fail(config, error)
     logs.configure(config.logs, "worker", worker=worker.name)
+    if worker.computes_on_cpu:
+        await asyncio.to_thread(warn_of_unused_gpus)
     # Repeated collection of these permanent objects would delay steps by tens of milliseconds.
     gc.freeze()
     task = asyncio.create_task(worker.run())

@@ -1,4 +1,4 @@
-"""The GPUs of this host, as a process of its own sees them, and the choice of a free one."""
+"""The GPUs of this host, as the kernel and as a process of its own see them, and the choice of a free one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import fcntl
 import json
 import logging
 import os
+import re
+import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +74,91 @@ def list_gpus() -> list[ListedGpu]:
     if not (gpus := [ListedGpu(**entry) for entry in json.loads(listed.stdout)]):
         raise NoFreeGpu("torch sees no GPU on this host: check driver and torch build, or use --device cpu")
     return gpus
+
+
+_PCI_GPUS = {
+    ("0x10de", "0x0300"): "NVIDIA",
+    ("0x10de", "0x0302"): "NVIDIA",
+    ("0x1002", "0x0302"): "AMD",
+    ("0x1002", "0x0380"): "AMD",
+    ("0x1002", "0x1200"): "AMD",
+}
+"""Makers by vendor and class of a PCI device. AMD's VGA controllers may be graphics of a CPU: only the
+compute driver, which has `_KFD_NODES`, tells."""
+_PROC_GPUS = "proc/driver/nvidia/gpus"
+_PCI_DEVICES = "sys/bus/pci/devices"
+_KFD, _KFD_NODES = "dev/kfd", "sys/class/kfd/kfd/topology/nodes"
+_SMI_TIMEOUT_S = 5.0
+
+
+def gpus_of_host(root: Path = Path("/")) -> str:
+    """The GPUs that computation could use, such as "2 NVIDIA GPUs"; empty without any.
+
+    Asks the kernel and nvidia-smi, not torch: a torch build for CPUs, and a process from which the GPUs are
+    hidden, see none. May take seconds.
+    """
+    on_bus = Counter(filter(None, map(_pci_maker, _listed(root / _PCI_DEVICES))))
+    found = {
+        "NVIDIA": max(on_bus["NVIDIA"], len(_listed(root / _PROC_GPUS)), _num_device_files(root)),
+        "AMD": max(on_bus["AMD"], _num_of_kfd(root)),
+    }
+    if not any(found.values()):
+        found["NVIDIA"] = _num_of_smi()
+    return " and ".join(
+        f"{count} {maker} GPU{'s' if count > 1 else ''}" for maker, count in found.items() if count
+    )
+
+
+def warn_of_unused_gpus(root: Path = Path("/")) -> None:
+    """Log a warning if this host has GPUs; for a worker that computes on the CPU."""
+    if gpus := gpus_of_host(root):
+        log.warning(
+            "this worker computes on the CPU, much slower than on a GPU, and the host has %s: start it with "
+            "--device auto to use a free one, or with --device cuda:all for a worker on each",
+            gpus,
+        )
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _pci_maker(device: Path) -> str | None:
+    return _PCI_GPUS.get((_text(device / "vendor"), _text(device / "class")[:6]))
+
+
+def _num_device_files(root: Path) -> int:
+    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in _listed(root / "dev"))
+
+
+def _num_of_kfd(root: Path) -> int:
+    """Nodes of AMD's compute driver that are not CPUs; at least one where it names no nodes."""
+    if not (root / _KFD).exists():
+        return 0
+    nodes = _listed(root / _KFD_NODES)
+    return sum(_text(node / "gpu_id") not in ("", "0") for node in nodes) if nodes else 1
+
+
+def _num_of_smi() -> int:
+    """GPUs that nvidia-smi lists, which also works where the kernel shows no device, as in WSL."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return 0
+    try:
+        listed = subprocess.run((program, "-L"), capture_output=True, text=True, timeout=_SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.debug("nvidia-smi does not list GPUs: %s", error)
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 class GpuClaims:

@@ -27,13 +27,13 @@ async def coordinator() -> AsyncIterator[CoordinatorDouble]:
     await double.stop()
 
 
-async def start_worker(coordinator: str, *options: str) -> asyncio.subprocess.Process:
+async def start_worker(coordinator: str, *options: str, **variables: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "stageline", "worker", "--coordinator", coordinator, *options),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         # Works with an installed project and with pytest's own import path.
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables,
     )
 
 
@@ -43,6 +43,26 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int, list[str], li
         stdout, stderr = await process.communicate()
     assert process.returncode is not None
     return process.returncode, stdout.decode().splitlines(), stderr.decode().splitlines()
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("options", [(), ("--mock", "step=1ms")], ids=["computes", "mock"])
+async def test_a_worker_that_computes_on_the_cpu_warns_of_unused_gpus(
+    coordinator: CoordinatorDouble, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-a)'\n")
+    program.chmod(0o755)
+    path = os.pathsep.join((str(tmp_path), os.environ["PATH"]))
+    process = await start_worker(coordinator.address, *options, PATH=path)
+    async with asyncio.timeout(DEADLINE_S):
+        await coordinator.links.get()
+    process.terminate()
+    await coordinator.stop()
+    _, _, errors = await ended(process)
+    warnings = [line for line in errors if "this worker computes on the CPU" in line]
+    assert len(warnings) == (0 if options else 1)
+    assert all("GPU: start it with --device auto" in line for line in warnings)
 
 
 async def test_a_worker_prints_its_address_and_drains_on_sigterm(

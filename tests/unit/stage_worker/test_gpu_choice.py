@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from stage_worker.backends import gpu_choice
-from stage_worker.backends.gpu_choice import GpuClaims, ListedGpu, NoFreeGpu, choose_gpu, list_gpus
+from stage_worker.backends.gpu_choice import (
+    GpuClaims,
+    ListedGpu,
+    NoFreeGpu,
+    choose_gpu,
+    gpus_of_host,
+    list_gpus,
+    warn_of_unused_gpus,
+)
 
 GIB = 1 << 30
 
@@ -77,3 +85,87 @@ def test_this_host_is_listed_as_torch_sees_it() -> None:
     else:
         with pytest.raises(NoFreeGpu, match="torch sees no GPU"):
             list_gpus()
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def pci(slot: int, vendor: str, kind: str) -> dict[str, str]:
+    device = f"sys/bus/pci/devices/0000:{slot:02x}:00.0"
+    return {f"{device}/vendor": f"{vendor}\n", f"{device}/class": f"{kind}\n"}
+
+
+def kfd(*gpu_ids: int) -> dict[str, str]:
+    nodes = "sys/class/kfd/kfd/topology/nodes"
+    return {"dev/kfd": ""} | {
+        f"{nodes}/{index}/gpu_id": f"{gpu_id}\n" for index, gpu_id in enumerate(gpu_ids)
+    }
+
+
+HOSTS = {
+    "none": ({}, ""),
+    "device files": ({"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": "", "dev/nvidia-uvm": ""}, 2),
+    "driver": ({"proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: x\n"}, 1),
+    "bus": (pci(1, "0x10de", "0x030200") | pci(2, "0x10de", "0x030000") | pci(3, "0x10de", "0x020700"), 2),
+    "each way": (pci(1, "0x10de", "0x030200") | {"dev/nvidia0": ""}, 1),
+    "other cards": (
+        pci(1, "0x1a03", "0x030000") | pci(2, "0x8086", "0x030000") | pci(3, "0x1002", "0x030000"),
+        "",
+    ),
+    "amd": (kfd(0, 0, 4711, 4712), "2 AMD GPUs"),
+    "amd without nodes": (kfd(), "1 AMD GPU"),
+    "amd without gpus": (kfd(0), ""),
+    "amd without driver": (pci(1, "0x1002", "0x120000") | pci(2, "0x1002", "0x038000"), "2 AMD GPUs"),
+    "both": ({"dev/nvidia0": "", **kfd(0, 5)}, "1 NVIDIA GPU and 1 AMD GPU"),
+}
+
+
+@pytest.mark.parametrize(("files", "expected"), HOSTS.values(), ids=HOSTS)
+def test_gpus_are_found_without_torch(
+    files: dict[str, str], expected: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    write(tmp_path, files)
+    if isinstance(expected, int):
+        expected = f"{expected} NVIDIA GPU{'s' if expected > 1 else ''}"
+    assert gpus_of_host(tmp_path) == expected
+
+
+def fake_smi(directory: Path, script: str) -> None:
+    program = directory / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo 'GPU 0: NVIDIA H100 (UUID: GPU-a)'; echo 'GPU 1: NVIDIA H100 (UUID: GPU-b)'", "2 NVIDIA GPUs"),
+        ("echo 'NVIDIA-SMI has failed: make sure that the driver is running'; exit 9", ""),
+    ],
+    ids=["lists", "fails"],
+)
+def test_nvidia_smi_is_asked_where_the_kernel_shows_none(
+    script: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    fake_smi(tmp_path, script)
+    assert gpus_of_host(tmp_path) == expected
+    write(tmp_path, kfd(0, 5))
+    assert gpus_of_host(tmp_path) == "1 AMD GPU"
+
+
+def test_unused_gpus_are_a_warning_with_the_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    warn_of_unused_gpus(tmp_path)
+    assert caplog.messages == []
+    write(tmp_path, {"dev/nvidia0": ""})
+    warn_of_unused_gpus(tmp_path)
+    (message,) = caplog.messages
+    assert message.startswith("this worker computes on the CPU")
+    assert "the host has 1 NVIDIA GPU: start it with --device auto" in message
