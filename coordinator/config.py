@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -30,23 +29,14 @@ from wire.flags import (
     files,
     listen_address,
     listen_address_or_off,
-    peer_address,
+    peer_addresses,
 )
 from wire.sizes import MAX_BYTES, exact_size, parse_size
-from wire.tensors import check_can_carry, parse_wire_dtype
+from wire.tensors import HopRoute, check_can_carry, parse_wire_dtype
 from wire.transport import PLAIN_SETTINGS, TransportSettings, is_loopback, tls_directory
 from wire.user_files import check_token
 
 DTYPES = ("bf16", "f16", "f32")
-
-
-class HopRoute(Enum):
-    """Ways of hidden states between stages: AUTO the fastest one that both ends offer, GRPC frames only."""
-
-    AUTO = "auto"
-    GRPC = "grpc"
-
-
 _METADATA_KEY = re.compile(r"[a-z0-9_.-]+(?<!-bin)")
 
 
@@ -56,15 +46,6 @@ def parse_layers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"--layers {text!r} is not a list of numbers such as 10,12,10") from None
-
-
-def _peer_addresses(text: str) -> tuple[str, ...]:
-    """Raises ValueError."""
-    return tuple(peer_address(part.strip()) for part in text.split(","))
-
-
-def _format_layers(layers: tuple[int, ...]) -> str:
-    return ",".join(map(str, layers))
 
 
 _model = partial(Flag, panel="Model and stages")
@@ -117,7 +98,7 @@ class CoordinatorConfig:
             "Layers of each stage",
             unset="balanced",
             parse=parse_layers,
-            format=_format_layers,
+            format=lambda layers: ",".join(map(str, layers)),
         ),
     ] = None
     orders_by_links: Annotated[
@@ -405,7 +386,7 @@ class CoordinatorConfig:
             "The --weights-listen addresses of other coordinators of the model, whose workers are asked for "
             "weights before the source",
             unset="none",
-            parse=_peer_addresses,
+            parse=peer_addresses,
             format=",".join,
         ),
     ] = None

@@ -91,6 +91,7 @@ class Worker:
         self._transport = open_transport(config.transport, Role.WORKER, self._audit)
         self._weights_port = self._new_weights_port()
         self._backend = _new_backend(config, self._sharing())
+        self._device = self._backend.device
         self._backend.on_device_failure = self._note_device_failure
         self.metrics.watch_device(self._device_memory)
         self._device_failure = ""
@@ -212,7 +213,7 @@ class Worker:
                 # The coordinator ends the stream when it receives the report, which is being sent.
                 client.stop_dialling()
                 await asyncio.wait({joined}, timeout=WORKER_POLICY.report_timeout_s)
-                raise DeviceError(f"device {self._backend.device.name} failed: {self._device_failure}")
+                raise DeviceError(f"device {self._device.name} failed: {self._device_failure}")
             for task in (orders, joined):
                 if task.done():
                     task.result()
@@ -221,7 +222,7 @@ class Worker:
 
     @property
     def computes_on_cpu(self) -> bool:
-        return self._backend.device.name == "cpu"
+        return self._device.name == "cpu"
 
     def condition(self) -> Condition:
         """Whether the worker is of use to its cluster. Called from any thread."""
@@ -298,7 +299,7 @@ class Worker:
 
     def _hello(self) -> join_pb2.WorkerHello:
         """A hello with a new incarnation: the coordinator may have replaced the previous one."""
-        device = self._backend.device
+        device = self._device
         return join_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             name=self.name,
@@ -333,7 +334,7 @@ class Worker:
     def _rates(self) -> DeviceRates | None:
         """As given, or else as measured."""
         given = self._config.device_rate
-        return given if isinstance(given, DeviceRates) else self._backend.device.rates
+        return given if isinstance(given, DeviceRates) else self._device.rates
 
     def _heartbeat(self) -> join_pb2.Heartbeat:
         heartbeat = self._stage.heartbeat()

@@ -34,7 +34,7 @@ from stage_worker.loading.weights_check import Repair, WeightsVerifier
 from stage_worker.next_stage_stream import NextStageStream, stream_to_coordinator, stream_to_stage
 from stage_worker.policy import WORKER_POLICY
 from stage_worker.weights_port import WeightsPort
-from stage_worker.weights_prefetch import WeightsPrefetch
+from stage_worker.weights_prefetch import Reply, WeightsPrefetch
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
 from wire.channels import check_protocol_version
@@ -54,7 +54,6 @@ from wire.tensors import WIRE_DTYPE_TO_MESSAGE, WireDType
 from wire.transport import PLAIN, Transport
 
 log = logging.getLogger(__name__)
-
 
 _EAGER_REASONS = {
     reason: cluster_pb2.EagerReason.Value(f"EAGER_REASON_{reason.name}") for reason in EagerReason
@@ -96,7 +95,6 @@ class EarlyStreams:
         raise Overloaded(f"{problem}: retry when the epoch has begun", retry_after_s=HELLO_RETRY_S)
 
 
-Reply = Callable[[join_pb2.JoinRequest], None]
 Order = (
     join_pb2.AssignStage
     | join_pb2.BeginEpoch
@@ -342,11 +340,10 @@ class StageManager:
                 await self._end_session()
 
     async def _begin_prefetch(self, message: join_pb2.PrefetchWeights, reply: Reply) -> None:
-        order, weights = decode_prefetch(message, coordinator=self._coordinator), self._backend.weights
-        if weights is None:
-            if order is not None:
-                log.warning("weights are not prefetched: a mock stage has none")
+        if (weights := self._backend.weights) is None:
+            log.warning("weights are not prefetched: a mock stage has none")
             return
+        order = decode_prefetch(message, coordinator=self._coordinator)
         if (spare := weights.warm_spare) is not None:
             if order is not None:
                 await self._end_former_stage()
@@ -368,13 +365,11 @@ class StageManager:
         return session if session is not None and session.epoch.number == epoch else None
 
     def _verify_weights(self, order: join_pb2.VerifyWeights) -> None:
-        """Start the comparison, of which a mock stage has nothing to compare."""
-
         def reply(message: join_pb2.JoinRequest) -> None:
             self._reply(message)
 
         if (weights := self._backend.weights) is None:
-            return
+            return  # a mock has nothing to compare
         if not order.plan_id:
             directory = weights.checkpoint_directory(self._reference_access.directory)
             self._weights.verify_checkpoint(order, directory, reply=reply)

@@ -33,6 +33,11 @@ def peer_address(text: str) -> str:
     return str(parse_peer_address(text))
 
 
+def peer_addresses(text: str) -> tuple[str, ...]:
+    """Normalise addresses to connect to, separated by commas. Raises ValueError."""
+    return tuple(peer_address(part.strip()) for part in text.split(","))
+
+
 def file_path(text: str) -> Path:
     """Return the absolute path of a file, existing or not. Raises ValueError for a directory.
 

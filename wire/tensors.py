@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TypeAlias
 
 from checkpoint.boundary import HIDDEN_STATES
@@ -15,6 +16,14 @@ from stageline_rpc.v1 import cluster_pb2
 from wire.errors import StepFault, StepFaultKind
 
 WireDType: TypeAlias = DType | ScaledDType
+
+
+class HopRoute(Enum):
+    """Ways of hidden states between stages: AUTO the fastest one that both ends offer, GRPC frames only."""
+
+    AUTO = "auto"
+    GRPC = "grpc"
+
 
 CHOICES: dict[str, WireDType] = {
     "bf16": DType.BF16,

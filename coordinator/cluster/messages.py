@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from checkpoint import stage_tensor_names
 from coordinator.cluster.actions import AssignStage, BeginEpoch
 from coordinator.cluster.membership import WorkerIdentity
-from coordinator.config import HopRoute
 from coordinator.model import ServedModel
 from coordinator.planner.links import Link
 from coordinator.planner.plan import Plan, StagePlan
@@ -22,6 +21,7 @@ from wire.tensors import (
     DTYPE_TO_MESSAGE,
     IMPLEMENTATION_TO_MESSAGE,
     WEIGHT_FORMAT_TO_MESSAGE,
+    HopRoute,
     kv_dtype_text,
     number_of,
 )

@@ -11,7 +11,6 @@ import grpc
 from certificates.identity import Identity, Role
 from coordinator.cluster.actions import BeginEpoch
 from coordinator.cluster.messages import check_results_hello, encode_begin, encode_hop_hello
-from coordinator.config import HopRoute
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from wire.channels import OrderedWrites
 from wire.clock import wall_clock_us
@@ -23,6 +22,7 @@ from wire.peer_secrets import HopSecrets, RefusedPeers
 from wire.stage_calls import HELLO_RETRY_S, ForwardCall, open_forward
 from wire.step_codec import encode_step
 from wire.steps import Step
+from wire.tensors import HopRoute
 from wire.transport import PLAIN, Transport
 
 log = logging.getLogger(__name__)

@@ -4,12 +4,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from coordinator.config import HopRoute
 from coordinator.planner.links import LinkTable
 from coordinator.planner.plan import Plan, StagePlan
 from coordinator.scheduler.policy import DEFAULT_ITL_TARGET_S, SchedulerLimits
 from wire.ids import Incarnation
-from wire.tensors import WireDType, payload_bytes
+from wire.tensors import HopRoute, WireDType, payload_bytes
 
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
 """Maximum bytes of hidden states of all steps in flight, which may all wait at one slow stage."""

@@ -18,7 +18,7 @@ from checkpoint import Blueprint, Compressed, DType, ScaledDType
 from checkpoint.dtypes import OVERFLOWS_F16
 from checkpoint.held import has_held, stage_table_bytes, table_bytes
 from checkpoint.implementation import Implementation
-from coordinator.config import CoordinatorConfig, HopRoute
+from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
 from coordinator.planner.plan import (
     DeviceKind,
@@ -35,7 +35,7 @@ from coordinator.planner.stage_memory import StageMemory
 from wire.device_rates import DeviceRates
 from wire.ids import StageRole
 from wire.sizes import format_size
-from wire.tensors import WireDType
+from wire.tensors import HopRoute, WireDType
 
 
 def _check_entries_fit(config: Blueprint, block_size: int) -> None:
@@ -268,7 +268,6 @@ def make_plan(
 
     All stages get the same number of blocks: the most that every stage holds, at most `max_kv_tokens`, and at
     most enough for all steps in flight at full length, so that a small model does not take all memory.
-
     `layers` fixes the number of layers per worker, in order. `limits.max_sequence_tokens` is lowered to the
     model's limit. Raises PlanImpossible with the numbers, ValueError for arguments invalid for every model.
     """

@@ -80,6 +80,14 @@ class CudaMemory:
         self.pinned_bytes = 0
         """Of the loaded stage, or of layers that are kept without one."""
 
+    def restart_peak(self) -> None:
+        """Count the allocator's peak from now on."""
+        self.meter.restart_peak()
+
+    def stop(self, *, timeout_s: float) -> bool:
+        """Unlock the memory of hops. Returns False if it is still in use after `timeout_s`."""
+        return self.hop_memory.stop(timeout_s=timeout_s)
+
     def read(self) -> DeviceMemory:
         allocator, hop_bytes = self.meter.read(), self.hop_memory.device_bytes
         return replace(
@@ -164,7 +172,7 @@ class TorchBackend(StageBackend):
             raise
         self._set_pinned(loaded.pinned_bytes)
         if self._gpu_memory is not None:
-            self._gpu_memory.meter.restart_peak()
+            self._gpu_memory.restart_peak()
         return loaded
 
     async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
@@ -237,7 +245,7 @@ class TorchBackend(StageBackend):
             self._claims.close()
         is_stopped = self._thread.stop(timeout_s=timeout_s) and self._steps.stop(timeout_s=timeout_s)
         if self._gpu_memory is not None:
-            is_stopped = self._gpu_memory.hop_memory.stop(timeout_s=timeout_s) and is_stopped
+            is_stopped = self._gpu_memory.stop(timeout_s=timeout_s) and is_stopped
         if is_stopped:
             self._remote.close()
         return is_stopped

@@ -19,7 +19,8 @@ depends on the row alone.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stage_worker.sampling.known_parameters import KnownParameters
 from stage_worker.sampling.logits_processors import Place
 from wire.sampling import StepSampling
 
@@ -272,6 +272,39 @@ def keep_typical(tokens: KeptTokens) -> None:
 def _log_weights(scores: Tensor, maxima: Tensor, temperature: Tensor) -> Tensor:
     """(score - maximum) / temperature, float64 [n, m]; finite also for masked tokens."""
     return scores.double().sub_(maxima).div_(temperature).clamp_(min=_SMALLEST_LOG_WEIGHT)
+
+
+PARAMETERS = frozenset(row.name for row in fields(StepSampling) if row.compare)
+_OF_EVERY_WAY = frozenset(
+    (
+        *("logit_bias", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+        *("allowed_token_ids", "bad_words", "min_tokens", "min_tokens_hold_back", "grammar"),
+        *("logprobs", "prompt_logprobs"),
+    )
+)
+"""Change the logits before a row is sampled, or are computed from them afterwards."""
+
+
+class KnownParameters:
+    """Parameters that one way of sampling applies.
+
+    A parameter that is added to `StepSampling` is unknown to each way until the way names it.
+    """
+
+    def __init__(self, *names: str) -> None:
+        known = _OF_EVERY_WAY.union(names)
+        assert known <= PARAMETERS, f"no parameters: {known - PARAMETERS}"
+        unknown = sorted(PARAMETERS - known)
+        self._values = attrgetter(*unknown) if unknown else _nothing
+        self._without_effect = self._values(StepSampling())
+
+    def suffice_for(self, sampling: StepSampling) -> bool:
+        """Whether the other parameters of `sampling` have no effect."""
+        return bool(self._values(sampling) == self._without_effect)
+
+
+def _nothing(sampling: StepSampling) -> None:
+    """All parameters are known."""
 
 
 NUM_CANDIDATES = 256

@@ -18,14 +18,7 @@ from stage_worker.sampling.logits_processors import (
     token_logprobs,
 )
 from stage_worker.sampling.random_choice import Draw, argmax_rows, choose_random, copies_to
-from stage_worker.sampling.step_rows import (
-    KERNEL_PARAMETERS,
-    NOT_FINITE,
-    OPEN,
-    Columns,
-    StepRows,
-    rows_per_block,
-)
+from stage_worker.sampling.step_rows import NOT_FINITE, OPEN, Columns, StepRows, rows_per_block
 from stage_worker.validation import MAX_BATCHES
 from stageline_rpc.internal.v1 import step_pb2
 from wire.ids import SequenceKey
@@ -562,7 +555,7 @@ def _held(
     held, edit_bytes = set[int](), 0
     for row, state in enumerate(states):
         more_bytes = 0 if state.edits is None else state.edits.most_bytes
-        is_unknown = by_kernels and not KERNEL_PARAMETERS.suffice_for(state.sampling)
+        is_unknown = not StepRows.takes(state.sampling, by_kernels=by_kernels)
         if state.sampling.grammar is not None:
             is_unknown |= row not in masks
             more_bytes += masks[row].nbytes if row in masks else 0

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from stage_worker.model.kernels import load_triton
 from stage_worker.sampling.grammar_masks import MaskRows
-from stage_worker.sampling.known_parameters import KnownParameters
 from stage_worker.sampling.logits_processors import LogitEdits, Place, SequenceEdits
 from stage_worker.sampling.random_choice import (
     Draw,
+    KnownParameters,
     RandomRows,
     argmax_rows,
     sample_at_full_width,
     uniform_samples,
 )
+from wire.sampling import StepSampling
 
 MAX_BLOCK_ELEMENTS = 1 << 20
 """Logits per block on a CPU: fits the processor's caches, and takes 8 MiB in float64."""
@@ -30,7 +31,7 @@ OPEN, NOT_FINITE = -1, -2
 """In the place of a token: the row needs a look, or certainly has a NaN or an infinity."""
 
 
-KERNEL_PARAMETERS = KnownParameters("temperature", "seed", "top_k", "top_p", "min_p")
+_KERNEL_PARAMETERS = KnownParameters("temperature", "seed", "top_k", "top_p", "min_p")
 """What `_columns` has for the Triton kernels."""
 
 
@@ -166,7 +167,7 @@ class StepRows:
         """`draws`, `edits` and `masks` of grammars by row; rows without draws are greedy, and draws have
         temperatures above 0.
 
-        Triton kernels sample all rows at once; their draws have `KERNEL_PARAMETERS` only.
+        Triton kernels sample all rows at once; see `takes` for their draws.
         """
         self._draws = draws
         self._vocab_size = vocab_size
@@ -188,6 +189,11 @@ class StepRows:
                     else _Block(drawn, block_edits, vocab_size),
                 )
             )
+
+    @staticmethod
+    def takes(sampling: StepSampling, *, by_kernels: bool) -> bool:
+        """Whether no parameter of such a row would be ignored."""
+        return not by_kernels or _KERNEL_PARAMETERS.suffice_for(sampling)
 
     @property
     def arrays(self) -> Iterator[NDArray[Any]]:

@@ -11,11 +11,11 @@ import socket
 import sys
 from collections.abc import Callable
 
-from coordinator.config import HopRoute
 from tests.chaos.disturbances import DISTURBANCES
 from tests.chaos.run import ChaosConfig, run_chaos
 from tests.chaos.storm import StormConfig, run_storm
 from tests.temporary import INTERRUPTED, LOGS_HELP, end_in_order, unused_directory
+from wire.tensors import HopRoute
 
 
 def main() -> int:

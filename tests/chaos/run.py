@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coordinator.config import HopRoute
 from deploy import ClusterFailed, LocalClusterConfig
 from stageline import Client, StagelineError
 from tests.chaos.disturbances import DISTURBANCES, Disturbance
@@ -28,6 +27,7 @@ from tests.faults.load import ConstantLoad
 from tests.faults.streams import Ask, mixed_asks, undisturbed
 from tests.mock_answers import mock_tokens
 from tests.temporary import run_directory
+from wire.tensors import HopRoute
 
 NUM_WORKERS = 4
 NUM_STAGES = 3

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coordinator.config import HopRoute
 from deploy import ClusterFailed, LocalClusterConfig
 from deploy.local import COORDINATOR
 from stageline import Client, StagelineError
@@ -24,6 +23,7 @@ from tests.e2e.recovery_setup import config, is_idle, make_steady_model, mock_co
 from tests.faults.streams import Ask, mixed_asks, undisturbed
 from tests.mock_answers import mock_tokens
 from tests.temporary import run_directory
+from wire.tensors import HopRoute
 
 NUM_WORKERS = 4
 NUM_STAGES = 3

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.config import HopRoute
 from tests.chaos.run import ChaosConfig, run_chaos
 from tests.chaos.storm import StormConfig, run_storm
+from wire.tensors import HopRoute
 
 SECONDS = 60.0
 SEED = 1

@@ -10,7 +10,7 @@ from typing import Self
 
 from certificates.identity import Role
 from checkpoint.implementation import AUTO
-from coordinator.config import CoordinatorConfig, HopRoute
+from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.server import CoordinatorServer
@@ -28,7 +28,7 @@ from tests.issued import Certificates
 from text.tokenizer import load_text_codec
 from weights.location import ModelLocation
 from wire.ids import RequestId, id_text, new_request_id
-from wire.tensors import WireDType
+from wire.tensors import HopRoute, WireDType
 from wire.transport import PLAIN_SETTINGS, TransportSettings
 
 DEADLINE_S = 120.0

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from coordinator.config import HopRoute
 from stage_worker import next_stage_stream
 from stage_worker.config import SameHost, WorkerConfig
 from stageline_rpc.v1 import cluster_pb2
@@ -28,6 +27,7 @@ from wire.frames import encode_hidden_states
 from wire.payload_memory import MemoryReceiver, MemorySender
 from wire.payloads import PayloadNotice
 from wire.staging import HOP_DATA_OFFSET
+from wire.tensors import HopRoute
 
 NUM_STAGES = 3
 MIDDLE = "w1"

@@ -88,6 +88,6 @@ async def test_a_backend_without_weights_prefetches_nothing_and_keeps_its_stage(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     backend = Backend(has_weights=False)
-    manager = await execute(backend, WANTED, NOTHING, is_stage=True)
+    manager = await execute(backend, WANTED, is_stage=True)
     assert manager.loaded is not None and backend.calls == []
     assert caplog.messages == ["weights are not prefetched: a mock stage has none"]

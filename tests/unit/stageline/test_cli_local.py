@@ -133,7 +133,12 @@ def test_up_suggests_a_prompt_that_the_model_takes(launch: Launch, has_tokenizer
 
 
 def test_flags_and_settings_of_up_reach_its_processes(launch: Launch) -> None:
-    of_coordinator = {"--queue-size": "7", "--recovery-timeout": "9.0", "--hidden-states": "grpc"}
+    of_coordinator = {
+        "--queue-size": "7",
+        "--recovery-timeout": "9.0",
+        "--hidden-states": "grpc",
+        "--trace-store": "5",
+    }
     of_workers = ["--payload-listen", "127.0.0.1:0", "--payload-min", "1MiB"]
     flags = (*(word for setting in of_coordinator.items() for word in setting), *of_workers)
     launcher, pids, _ = _start_up(launch, *flags, STAGELINE_LOG_FORMAT="json", STAGELINE_LOG_LEVEL="debug")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint import Blueprint, DType
-from coordinator.config import CoordinatorConfig, HopRoute
+from coordinator.config import CoordinatorConfig
 from coordinator.model import open_model
 from coordinator.planner.plan import DeviceKind, Plan, PlanImpossible, StepLimits, WorkerCapacity
 from coordinator.planner.planner import make_plan, plan_for
@@ -31,6 +31,7 @@ from tests.unit.coordinator.planner.small_models import (
 )
 from wire.ids import StageRole
 from wire.staging import hop_segment_bytes
+from wire.tensors import HopRoute
 
 BLOCK_SIZE = 4
 MAX_CPU_S = 5.0

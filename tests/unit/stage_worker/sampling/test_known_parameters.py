@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stage_worker.sampling import Sampler, random_choice, sampler
-from stage_worker.sampling.known_parameters import PARAMETERS, KnownParameters
-from stage_worker.sampling.random_choice import Draw
+from stage_worker.sampling import Sampler, random_choice, step_rows
+from stage_worker.sampling.random_choice import PARAMETERS, Draw, KnownParameters
 from tests.sampled import GENERATED, PROMPT, STAGE, Row, decode, key, start_record
 from wire.sampling import GrammarSpec, StepSampling
 from wire.steps import SliceResult, Step, StepSlice
@@ -111,7 +110,7 @@ def test_a_parameter_that_kernels_do_not_name_is_not_theirs(
 
     assert held() == 0
     named = {"temperature", "seed", "top_p", "min_p", "top_k"} - {name}
-    monkeypatch.setattr(sampler, "KERNEL_PARAMETERS", KnownParameters(*named))
+    monkeypatch.setattr(step_rows, "_KERNEL_PARAMETERS", KnownParameters(*named))
     assert held() == NUM_ROWS
 
 
