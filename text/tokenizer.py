@@ -16,7 +16,7 @@ import tempfile
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from sys import getsizeof
@@ -29,6 +29,7 @@ from checkpoint.gguf.files import is_gguf
 from checkpoint.gguf.model import gguf_tokenizer_files
 from checkpoint.grammar_tokenizer import MAX_TOKENIZER_BYTES
 from checkpoint.mistral.tokenizer import is_tekken, read_tekken
+from text.chat_template import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -52,18 +53,6 @@ class UnreadableTokenizer(TokenizerError):
     """The checkpoint has tokenizer files that cannot be loaded."""
 
 
-class NoChatTemplate(TokenizerError):
-    """A conversation was sent to a model without a chat template."""
-
-
-class BadConversation(TokenizerError):
-    """The conversation is empty, or the chat template rejects it."""
-
-
-class BadTemplateVariable(TokenizerError):
-    """A variable has a name that the chat template's own arguments have."""
-
-
 class UnknownToken(TokenizerError):
     """A token id outside the vocabulary."""
 
@@ -74,30 +63,6 @@ class ChatMessage:
 
     role: str
     content: str
-
-
-_TEMPLATE_ARGUMENTS = frozenset(
-    {
-        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents",
-        "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
-        "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
-    }
-)  # fmt: skip
-"""Arguments of transformers' `apply_chat_template`, which no variable of a template can be named."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateOptions:
-    """How a conversation is rendered. `template` replaces the model's, `variables` are for it alone."""
-
-    template: str | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    tools: Sequence[Mapping[str, Any]] | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
-
-
-_DEFAULT_OPTIONS = TemplateOptions()
 
 
 class TextCodec:
@@ -156,9 +121,8 @@ class TextCodec:
     def encode_conversation(self, messages: Sequence[ChatMessage], *, tenant: str = "") -> list[int]:
         """Return the ids of the rendered chat template, up to where the assistant's message begins.
 
-        The template comes with the checkpoint and runs in Jinja's sandbox. Raises NoChatTemplate, and
-        BadConversation with the template's message if it rejects the conversation (for example two user
-        messages in a row).
+        Raises NoChatTemplate, and BadConversation with the template's message if it rejects the conversation
+        (for example two user messages in a row).
         """
         return self.encode_messages(
             [{"role": message.role, "content": message.content} for message in messages], tenant=tenant
@@ -167,31 +131,12 @@ class TextCodec:
     def encode_messages(
         self,
         messages: Sequence[Mapping[str, Any]],
-        options: TemplateOptions = _DEFAULT_OPTIONS,
+        options: TemplateOptions = DEFAULT_OPTIONS,
         *,
         tenant: str = "",
     ) -> list[int]:
-        """`encode_conversation` for messages with any fields that the template reads."""
-        if not self.has_chat_template and options.template is None:
-            raise NoChatTemplate("the model's tokenizer has no chat template: send text or token ids")
-        if not messages:
-            raise BadConversation("conversation has no messages, at least 1 is needed")
-        if taken := sorted(_TEMPLATE_ARGUMENTS & options.variables.keys()):
-            raise BadTemplateVariable(f"{taken[0]!r} cannot be a variable of the chat template")
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                chat_template=options.template,
-                add_generation_prompt=options.add_generation_prompt,
-                continue_final_message=options.continue_final_message,
-                tools=None if options.tools is None else [dict(tool) for tool in options.tools],
-                tokenize=False,
-                **options.variables,
-            )
-            assert isinstance(text, str)
-            return self._prompt_tokens.encode(text, tenant)
-        except Exception as error:  # templates are arbitrary code and raise anything
-            raise BadConversation(f"the chat template rejects the conversation: {error}") from error
+        """`encode_conversation` for messages as `ChatTemplate.render` takes them."""
+        return self._prompt_tokens.encode(self._chat_template.render(messages, options), tenant)
 
     def check_template(self, template: str) -> None:
         """Raises TokenizerError with the line for a chat template that Jinja cannot parse."""
@@ -270,6 +215,10 @@ class TextCodec:
             return None
         backend: Tokenizer = self._tokenizer.backend_tokenizer
         return backend
+
+    @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        return ChatTemplate(self._tokenizer)
 
     @cached_property
     def _prompt_tokens(self) -> PromptTokens:

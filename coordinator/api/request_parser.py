@@ -12,6 +12,7 @@ from coordinator.model import ServedModel
 from coordinator.planner.plan import Plan
 from coordinator.scheduler.sequence import Priority, QueueOrder, Sequence
 from stageline_rpc.v1 import inference_pb2
+from text.chat_template import ConversationError
 from text.detokenizer import IncrementalDetokenizer
 from text.grammars import GrammarKind, UnusableGrammar
 from text.tokenizer import ChatMessage, TextCodec, TokenizerError
@@ -205,6 +206,12 @@ def _bad_words(
     message: inference_pb2.SamplingParameters, spelled: tuple[tuple[int, ...], ...], vocabulary: Vocabulary
 ) -> tuple[tuple[int, ...], ...]:
     check_bad_words(message)
+    if spelled and (largest := max(map(max, spelled))) >= vocabulary.size:
+        raise InvalidRequest(
+            f"bad_words has a word with token id {largest}, which the model cannot generate: its ids are in "
+            f"[0, {vocabulary.size - 1}], leave the word out",
+            field="bad_words",
+        )
     given = tuple(_token_ids("bad_word_ids", word.ids, vocabulary) for word in message.bad_word_ids)
     for name, words in (("bad_words", spelled), ("bad_word_ids", given)):
         for word in words:
@@ -549,7 +556,7 @@ def _encode(request: inference_pb2.GenerateRequest, codec: TextCodec, tenant: st
             return codec.encode(request.text)
         messages = [ChatMessage(message.role, message.content) for message in request.conversation.messages]
         return codec.encode_conversation(messages, tenant=tenant)
-    except TokenizerError as error:
+    except (ConversationError, TokenizerError) as error:
         raise InvalidRequest(str(error), field="prompt") from error
 
 

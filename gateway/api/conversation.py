@@ -18,7 +18,7 @@ from gateway.api.errors import invalid
 from gateway.api.sampling import GenerationFields, response_schema, sampling_message
 from gateway.generation import Generation, GenerationSpec
 from gateway.output import OutputRules
-from gateway.parsers.answer import AnswerParser
+from gateway.parsers.answer import AnswerParser, ReasoningTags
 from gateway.parsers.conversation import (
     BadTools,
     ToolSelection,
@@ -34,16 +34,10 @@ from gateway.parsers.forced_calls import (
     call_grammar,
     special_marker_ids,
 )
-from text.tokenizer import (
-    BadConversation,
-    BadTemplateVariable,
-    NoChatTemplate,
-    TemplateOptions,
-    TextCodec,
-)
+from text.chat_template import BadTemplateVariable, ConversationError, TemplateOptions, joined
+from text.tokenizer import TextCodec, TokenizerError
 
 MAX_TOOLS = 1024
-PARTS_BETWEEN = "\n"
 NO_TOOLS = ToolSelection()
 _PROMPT_END_TOKENS = 32
 """More than the tag that opens the reasoning has."""
@@ -172,7 +166,7 @@ async def encode_messages(
         return await gateway.beside_loop(partial(_encode, gateway, codec, fields, selection))
     except BadTemplateVariable as error:
         raise invalid(str(error), param="chat_template_kwargs") from None
-    except (BadConversation, NoChatTemplate) as error:
+    except (ConversationError, TokenizerError) as error:
         raise invalid(str(error), param="messages") from None
 
 
@@ -182,11 +176,8 @@ def _encode(
     messages: list[dict[str, Any]] = [
         _message(index, message) for index, message in enumerate(fields.messages)
     ]
-    gateway.check_text_size((message["content"] for message in messages), param="messages")
+    gateway.check_text_size((joined(message["content"]) for message in messages), param="messages")
     options = _template_options(gateway, fields, selection)
-    if "developer" not in (options.template or codec.chat_template or ""):
-        for message in messages:  # OpenAI's newer name
-            message["role"] = "system" if message["role"] == "developer" else message["role"]
     _check_calls(messages)
     messages = template_messages(messages, has_short_ids=gateway.parsers.forced_format.has_short_ids)
     return codec.encode_messages(messages, options, tenant=gateway.visitor.tenant)
@@ -208,14 +199,15 @@ def _check_calls(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _message(index: int, message: MessageFields) -> dict[str, Any]:
-    """Return a message as templates read it: its text in one piece."""
+    """Return a message as `ChatTemplate.render` takes it."""
+    content: str | list[dict[str, str]] = ""
     if isinstance(message.content, list):
-        content = PARTS_BETWEEN.join(
-            _part_text(part, f"messages[{index}].content[{number}]")
+        content = [
+            {"type": "text", "text": _part_text(part, f"messages[{index}].content[{number}]")}
             for number, part in enumerate(message.content)
-        )
-    else:
-        content = message.content or ""
+        ]
+    elif message.content:
+        content = message.content
     return {**(message.model_extra or {}), "role": message.role, "content": content}
 
 
@@ -307,6 +299,17 @@ def _answer_rules(
     )
 
 
+def _possible_reasoning(
+    parsers: ParserChoice, fields: ConversationFields, prompt: str
+) -> ReasoningTags | None:
+    """The tags of reasoning that may begin the answer; None where the prompt has closed or passed it."""
+    tags = parsers.reasoning
+    if tags is None or tags.is_closed(prompt):
+        return None
+    is_begun = bool(fields.continue_final_message and _message(0, fields.messages[-1])["content"])
+    return None if is_begun and not tags.is_open(prompt) else tags
+
+
 def _grammar(
     parsers: ParserChoice,
     codec: TextCodec,
@@ -320,7 +323,8 @@ def _grammar(
         raise invalid(
             "response_format and a tool_choice that demands a call exclude each other", param="tool_choice"
         )
-    is_mixed = schema is not None and bool(selection.tools or parsers.reasoning)
+    reasoning = _possible_reasoning(parsers, fields, prompt)
+    is_mixed = schema is not None and bool(selection.tools or reasoning)
     if not selection.needs_grammar and not is_mixed:
         return None
     if (other := fields.structure) is not None and other != "response_format":
@@ -330,8 +334,8 @@ def _grammar(
         is_parallel=fields.parallel_tool_calls is not False,
         is_required=selection.is_required,
         text_schema=schema,
-        reasoning=parsers.reasoning,
-        is_reasoning_open=parsers.reasoning is not None and parsers.reasoning.is_open(prompt),
+        reasoning=reasoning,
+        is_reasoning_open=reasoning is not None and reasoning.is_open(prompt),
         special_ids=special_marker_ids(parsers.markers, codec),
     )
     try:

@@ -59,6 +59,10 @@ class ReasoningTags:
         """Whether the prompt ends with the opening tag."""
         return prompt.rstrip().endswith(self.opens)
 
+    def is_closed(self, prompt: str) -> bool:
+        """Whether the prompt ends with the closing tag, with which templates switch the reasoning off."""
+        return prompt.rstrip().endswith(self.closes)
+
 
 class TextParser:
     """Parses by the markup of a model family."""

@@ -17,7 +17,7 @@ from wire.exit_codes import ExitCode
 from wire.sizes import format_size
 
 if TYPE_CHECKING:
-    from text.tokenizer import TextCodec, TokenizerError
+    from text.tokenizer import TextCodec
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class TextInspection:
     """Tokenizer and chat template of a directory; None without tokenizer. Notes are no reasons."""
 
     codec: TextCodec | None = None
-    errors: list[TokenizerError] = field(default_factory=list)
+    errors: list[ValueError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -54,6 +54,7 @@ def examine_layers(checkpoint: Checkpoint) -> None:
 
 def inspect_text(directory: Path, checkpoint: Checkpoint | None) -> TextInspection:
     """Load tokenizer, chat template and grammar tables as coordinator and gateway do."""
+    from text.chat_template import ConversationError
     from text.tokenizer import TokenizerError, load_text_codec
 
     found = TextInspection()
@@ -66,13 +67,13 @@ def inspect_text(directory: Path, checkpoint: Checkpoint | None) -> TextInspecti
         if checkpoint is not None:
             found.notes += _vocabulary_problems(found.codec, checkpoint.config.vocab_size)
             found.notes += _grammar_problems(checkpoint)
-    except TokenizerError as error:
+    except (ConversationError, TokenizerError) as error:
         found.errors.append(error)
     return found
 
 
 def _check_template(codec: TextCodec, notes: list[str]) -> None:
-    """Raise TokenizerError for a template that renders no message; note a missing one."""
+    """Note a missing template. Raises TokenizerError, and ConversationError if it renders no message."""
     from text.tokenizer import ChatMessage, TokenizerError
 
     if (template := codec.chat_template) is None:

@@ -19,8 +19,9 @@ from certificates.join_tokens import JoinTokenStore, parse_join_token
 from tests.fuzz.harness import Broken, Opened, Surface
 from tests.fuzz.mutations import any_json, json_bytes, mutate_bytes, mutate_json, mutate_text
 from tests.unit.text.trained_tokenizers import CHAT_TEMPLATE, byte_level, sentencepiece_like
+from text.chat_template import ConversationError, TemplateOptions
 from text.grammars import GrammarCompiler, GrammarKind, UnusableGrammar
-from text.tokenizer import TemplateOptions, TextCodec, TokenizerError, load_text_codec
+from text.tokenizer import TextCodec, TokenizerError, load_text_codec
 from web.api_keys import KeysUnusable, changed_keys, new_key, read_keys
 
 _CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
@@ -83,7 +84,7 @@ def opened_tokenizer() -> Iterator[Opened]:
             }
             for file, body in {**files, name.decode(): content}.items():
                 (directory / file).write_bytes(body)
-            return _outcome(lambda: _use_codec(directory), TokenizerError)
+            return _outcome(lambda: _use_codec(directory), ConversationError, TokenizerError)
 
         def check() -> None:
             valid = examine(b"tokenizer.json\n" + byte_level().encode())
@@ -126,7 +127,7 @@ def opened_template() -> Iterator[Opened]:
             codec.check_template(template)
             codec.encode_messages(_CONVERSATION, TemplateOptions(template=template))
 
-        return _outcome(work, TokenizerError)
+        return _outcome(work, ConversationError, TokenizerError)
 
     yield Opened(examine, lambda: None, (os.getpid(),))
 
@@ -250,7 +251,7 @@ def opened_access() -> Iterator[Opened]:
         yield Opened(examine, check, (os.getpid(),))
 
 
-def _outcome(work: Callable[[], object], expected: type[Exception]) -> str:
+def _outcome(work: Callable[[], object], *expected: type[Exception]) -> str:
     try:
         work()
     except expected as error:

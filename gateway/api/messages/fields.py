@@ -5,10 +5,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.api.conversation import PARTS_BETWEEN, ConversationFields, MessageFields
+from gateway.api.conversation import ConversationFields, MessageFields
 from gateway.api.errors import invalid
 from gateway.api.fields import Refused, check_refused
 from gateway.api.sampling import GenerationFields, JsonSchema, ResponseFormat
+from text.chat_template import PARTS_BETWEEN
 
 REFUSED: Mapping[str, Refused] = {
     "n": Refused("a message is one answer", (1,)),

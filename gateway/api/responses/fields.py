@@ -5,10 +5,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.api.conversation import PARTS_BETWEEN, ConversationFields, MessageFields
+from gateway.api.conversation import ConversationFields, MessageFields
 from gateway.api.errors import invalid
 from gateway.api.fields import Refused, check_refused
 from gateway.api.sampling import GenerationFields, JsonSchema, NumLogprobs, ResponseFormat
+from text.chat_template import PARTS_BETWEEN
 
 WITH_LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (WITH_LOGPROBS, "reasoning.encrypted_content")

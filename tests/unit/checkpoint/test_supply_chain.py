@@ -17,7 +17,8 @@ from checkpoint.errors import UnsupportedFormat, UnsupportedModel
 from tests.checkpoints import make_checkpoint
 from tests.repository import REPOSITORY
 from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer
-from text.tokenizer import TemplateOptions, TokenizerError, UnreadableTokenizer, load_text_codec
+from text.chat_template import ConversationError, TemplateOptions
+from text.tokenizer import UnreadableTokenizer, load_text_codec
 
 ROOTS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["root_packages"]
 UNPICKLERS = {
@@ -206,10 +207,12 @@ def test_a_chat_template_does_not_leave_its_sandbox(template: str, tmp_path: Pat
     assert codec is not None
     messages = [{"role": "user", "content": "hello"}]
     text = refusal = ""
-    options = TemplateOptions(template="begin " + template.replace("PATH", repr(str(ran))))
+    options = TemplateOptions(
+        template="{{ messages[0].content }} " + template.replace("PATH", repr(str(ran)))
+    )
     try:
         text = codec.decode(codec.encode_messages(messages, options))
-    except TokenizerError as error:
+    except ConversationError as error:
         refusal = str(error)
     assert "\n" not in refusal
     assert not any(word in text for word in ("class", "module", "function", "object at", "root:"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from text.tokenizer import ChatMessage, NoChatTemplate, UnknownToken
+from text.chat_template import NoChatTemplate
+from text.tokenizer import ChatMessage, UnknownToken
 
 VOCAB_SIZE = 40
 NUM_LETTERS = 26

@@ -12,7 +12,8 @@ from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
 from checkpoint.errors import UnusableTokenizer
 from checkpoint.grammar_tokenizer import GrammarTokenizer, tokenizer_source
 from tests.mistral_files import tekken
-from text.tokenizer import ChatMessage, NoChatTemplate, TextCodec, UnreadableTokenizer, load_text_codec
+from text.chat_template import NoChatTemplate
+from text.tokenizer import ChatMessage, TextCodec, UnreadableTokenizer, load_text_codec
 from text.tokenizer_files import read_tokenizer_files
 
 TOKENS = [

@@ -17,13 +17,10 @@ from tests.unit.text.trained_tokenizers import (
     save_tokenizer,
     sentencepiece_like,
 )
+from text.chat_template import BadConversation, BadTemplateVariable, NoChatTemplate, TemplateOptions
 from text.detokenizer import token_bytes
 from text.tokenizer import (
-    BadConversation,
-    BadTemplateVariable,
     ChatMessage,
-    NoChatTemplate,
-    TemplateOptions,
     TextCodec,
     TokenizerError,
     UnknownToken,

@@ -192,6 +192,14 @@ def test_a_bad_word_without_a_character_is_rejected(word: str) -> None:
     assert "bad_words has an empty word" in refusal(request_with(bad_words=["a", word]))
 
 
+def test_a_bad_word_beyond_the_vocabulary_is_rejected() -> None:
+    text = refusal(request_with(bad_words=["a", chr(ord("a") + VOCAB_SIZE)]))
+    assert text == (
+        f"bad_words has a word with token id {VOCAB_SIZE}, which the model cannot generate: its ids are in "
+        f"[0, {VOCAB_SIZE - 1}], leave the word out"
+    )
+
+
 def test_bad_words_are_bounded_in_number_and_length() -> None:
     accept(request_with(bad_word_ids=[TokenIds(ids=[0] * MAX_BAD_WORD_TOKENS)] * MAX_BAD_WORDS))
     accept(request_with(bad_words=["a" * (MAX_BAD_WORD_TOKENS - 1)] * (MAX_BAD_WORDS // 2)))

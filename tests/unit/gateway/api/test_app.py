@@ -8,7 +8,7 @@ from gateway.api.app import ROUTES
 from gateway.api.chat import ChatRequest
 from gateway.parsers.conversation import read_tools, template_tools
 from tests.unit.gateway.fake_upstream import builtin_codec, serve
-from text.tokenizer import TemplateOptions
+from text.chat_template import TemplateOptions
 
 
 async def test_the_model_is_listed_under_all_names() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.unit.gateway.fake_upstream import Served, builtin_codec, events_of, serve
-from text.tokenizer import ChatMessage, TemplateOptions
+from text.chat_template import TemplateOptions
+from text.tokenizer import ChatMessage
 
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]

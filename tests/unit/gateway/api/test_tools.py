@@ -209,6 +209,31 @@ async def test_a_form_of_the_answer_leaves_room_for_calls_and_reasoning() -> Non
         assert json.loads(served.request.sampling.json_schema) == SCHEMA
 
 
+@pytest.mark.parametrize("tools", [None, TOOLS])
+async def test_reasoning_that_the_prompt_has_closed_is_no_part_of_a_formed_answer(tools: object) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    thinking = "<think>\n{% if enable_thinking is false %}\n</think>\n\n{% endif %}"
+    async with serve(tool_parser="hermes", reasoning_parser="think") as served:
+        served.gateway.template = "{{ messages[0].content }}" + thinking
+        off = {"chat_template_kwargs": {"enable_thinking": False}}
+        await post(served, response_format=form, tools=tools, **off)
+        sampling = served.request.sampling
+        assert "think" not in sampling.grammar
+        assert tools is not None or json.loads(sampling.json_schema) == SCHEMA
+        await post(served, response_format=form, tools=tools)
+        assert served.request.sampling.grammar.startswith("start: think SPACE answer")
+        await post(served, tool_choice="required", **off)
+        assert "think" not in served.request.sampling.grammar
+
+
+async def test_reasoning_does_not_begin_within_an_answer_that_is_continued() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    begun = [*HELLO, {"role": "assistant", "content": "Here:"}]
+    async with serve(reasoning_parser="think") as served:
+        await post(served, messages=begun, tools=None, response_format=form, continue_final_message=True)
+        assert json.loads(served.request.sampling.json_schema) == SCHEMA
+
+
 async def test_markers_that_are_special_tokens_reach_the_parser() -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL_DIRECTORY)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>", "<|end|>"]})
