@@ -1,9 +1,5 @@
 """Structured output: grammars from JSON schemas, regular expressions and choices.
 
-llguidance rejects the keywords of JSON Schema 2020-12 that it does not implement and enforces the others.
-Like a validator, it ignores keywords unknown to the draft in `$schema` and keywords of other dialects; here
-those are rejected, so that every keyword in a schema has an effect.
-
 A grammar is compiled once when the request is accepted, with the same library, limits and tokenizer.json as
 on the stage. docs/structured-output.md has the rules.
 """
@@ -12,115 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from llguidance import LLMatcher, regex_to_lark
 
 from checkpoint.errors import UnusableTokenizer
 from checkpoint.grammar_tokenizer import GrammarError, GrammarMatcher, GrammarTokenizer, one_line
-from text.endless import check_lark, check_schema
+from text.endless import check_lark
+from text.json_schema import parse_schema, readable_schema, with_place
 from wire.sampling import GrammarSpec
-
-_DRAFTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
-_SINCE = {
-    "const": "draft-06",
-    "contains": "draft-06",
-    "propertyNames": "draft-06",
-    "if": "draft-07",
-    "then": "draft-07",
-    "else": "draft-07",
-    "dependentRequired": "2019-09",
-    "dependentSchemas": "2019-09",
-    "unevaluatedItems": "2019-09",
-    "unevaluatedProperties": "2019-09",
-    "minContains": "2019-09",
-    "maxContains": "2019-09",
-    "$recursiveRef": "2019-09",
-    "prefixItems": "2020-12",
-    "$dynamicRef": "2020-12",
-}
-_FOREIGN = {
-    "nullable": 'OpenAPI 3.0; use "type": ["...", "null"]',
-    "divisibleBy": 'draft 3; use "multipleOf"',
-    "extends": 'draft 3; use "allOf"',
-    "disallow": "draft 3",
-}
-_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_MAX_DIGITS = 4300
-"""What Python converts by default."""
-_VALUES = frozenset({"enum", "const", "default", "example", "examples", "required", "x-guidance"})
-
-
-def parse_schema(text: str) -> object:
-    """Parse `text` as JSON. Raises ValueError for invalid or too deeply nested JSON and duplicate keys."""
-    try:
-        return json.loads(text, object_pairs_hook=_reject_duplicate_keys, parse_int=_parse_int)
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error}") from None
-
-
-def check_keywords(schema: object) -> None:
-    """Raise ValueError, with the keyword, for a keyword that would be ignored. Checks nothing else."""
-    draft = _draft(schema)
-    for part in _subschemas(schema):
-        for keyword, value in part.items():
-            if reason := _why_ignored(keyword, value, draft):
-                raise ValueError(f"keyword {json.dumps(keyword)} would have no effect: {reason}")
-
-
-def _parse_int(digits: str) -> int:
-    if len(digits) > _MAX_DIGITS:
-        raise ValueError(f"has a number of {len(digits)} digits, the limit is {_MAX_DIGITS}")
-    return int(digits)
-
-
-def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    known: dict[str, object] = {}
-    for key, value in pairs:
-        if key in known:
-            raise ValueError(f"has the key {json.dumps(key)} twice in one object")
-        known[key] = value
-    return known
-
-
-def _draft(schema: object) -> str:
-    """Return the draft that `$schema` names; the newest if it is missing or unknown."""
-    named = str(schema.get("$schema", "")) if isinstance(schema, dict) else ""
-    return next((draft for draft in _DRAFTS if draft in named), _DRAFTS[-1])
-
-
-def _why_ignored(keyword: str, value: object, draft: str) -> str | None:
-    if keyword in _FOREIGN and value is not False:
-        return f"it belongs to {_FOREIGN[keyword]}"
-    if keyword == "x-guidance" and not isinstance(value, dict):
-        return "it must be an object of options"
-    if keyword == "required" and isinstance(value, bool):
-        return "a boolean belongs to draft 3; list the required properties in the object"
-    since = _SINCE.get(keyword, draft)
-    if _DRAFTS.index(since) > _DRAFTS.index(draft):
-        return f"it belongs to {since}, but $schema names {draft}"
-    return None
-
-
-def _subschemas(node: object) -> Iterator[dict[str, object]]:
-    """Yield every object that may be a schema, as `$ref` can point anywhere; not values as in `enum`."""
-    if isinstance(node, list):
-        for item in node:
-            yield from _subschemas(item)
-    if not isinstance(node, dict):
-        return
-    yield node
-    for keyword, value in node.items():
-        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
-            yield from _subschemas(list(value.values()))
-        elif keyword not in _VALUES:
-            yield from _subschemas(value)
-
 
 MAX_DEFINITION_BYTES = 128 * 1024
 """Limit for a request's text and for its serialised grammar, which each start record contains."""
@@ -185,7 +85,7 @@ class GrammarCompiler:
                 raise tokenizer
             definition = _definition(kind, texts)
             _check_size(definition, " as a grammar")
-            matcher = tokenizer.matcher(definition)
+            matcher = _matcher(tokenizer, definition, kind, texts)
             if kind is GrammarKind.GRAMMAR:
                 check_lark(texts[0])  # before the first mask, which might never end
             mask = _first_mask(matcher)
@@ -224,6 +124,18 @@ class GrammarCompiler:
             return self._tokenizer
 
 
+def _matcher(
+    tokenizer: GrammarTokenizer, definition: str, kind: GrammarKind, texts: Sequence[str]
+) -> GrammarMatcher:
+    """Raises GrammarError, for a JSON schema with the place of what is rejected."""
+    try:
+        return tokenizer.matcher(definition)
+    except GrammarError as error:
+        if kind is not GrammarKind.JSON_SCHEMA:
+            raise
+        raise GrammarError(with_place(readable_schema(parse_schema(texts[0])), str(error))) from None
+
+
 def _definition(kind: GrammarKind, texts: Sequence[str]) -> str:
     for text in texts:
         _check_size(text)
@@ -233,18 +145,12 @@ def _definition(kind: GrammarKind, texts: Sequence[str]) -> str:
     if not text.strip():
         raise ValueError("is empty")
     if kind is GrammarKind.JSON_SCHEMA:
-        return _json_schema(text)
+        return _json_schema(readable_schema(parse_schema(text)))
     return _regex(text) if kind is GrammarKind.REGEX else _lark(_bounded(text))
 
 
-def _json_schema(text: str) -> str:
-    schema = parse_schema(text)
-    check_keywords(schema)
-    if schema is True:
-        schema, text = {}, "{}"  # equivalent, and accepts options
-    if not isinstance(schema, dict):
-        raise ValueError("a schema must be an object, or true")
-    check_schema(schema)
+def _json_schema(schema: Mapping[str, Any]) -> str:
+    text = json.dumps(schema)
     if not _SPACING.isdisjoint(schema.get("x-guidance", ())):  # a default pattern would override these
         return LLMatcher.grammar_from_json_schema(text)
     return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITE_SPACE})

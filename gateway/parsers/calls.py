@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from gateway.parsers.events import EventWriter
-from gateway.parsers.source import Markers, Reading, TextSource, is_json_object, parse_json
+from gateway.parsers.source import Markers, Reading, TextSource
+from text.json_text import HALF_CHARACTER, is_json_object, parse_json, whole_characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +338,7 @@ def argument_json(text: str, schema: object) -> str:
     value = parse_json(word)
     if isinstance(value, str) or (types and not _is_any(value, types)):
         return json.dumps(text, ensure_ascii=False)
-    return word.strip()
+    return whole_characters(word.strip())
 
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -355,9 +356,10 @@ def types_of(schema: object) -> set[str]:
     """Return the names of the types that a schema names, in unions too; nothing for any type."""
     if not isinstance(schema, dict):
         return set()
-    named = schema.get("type", [])
-    types = {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)}
-    if not types and all(isinstance(value, str) for value in schema.get("enum", [None])):
+    named, values = schema.get("type"), schema.get("enum")
+    names = named if isinstance(named, list) else [named]
+    types = {name for name in names if isinstance(name, str)}
+    if not types and isinstance(values, list) and all(isinstance(value, str) for value in values):
         return {"string"}
     for keyword in ("anyOf", "oneOf"):
         branches = schema.get(keyword)
@@ -425,7 +427,7 @@ class _CallObject:
 
     def _read_name(self) -> Reading[bool]:
         name = yield from self._source.json_string()
-        if not name or (self._names is not None and name not in self._names):
+        if not name or HALF_CHARACTER in name or (self._names is not None and name not in self._names):
             return False
         self._name = name
         if self._early is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from gateway.parsers.calls import ToolDefinition
 from gateway.parsers.events import short_call_id
+from text.json_text import parse_json
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
@@ -136,7 +137,7 @@ def template_messages(
 ) -> list[dict[str, Any]]:
     """Return OpenAI's messages as templates read them.
 
-    Arguments of calls become objects (text that is none stays), results of tools get the name of their
+    Arguments of calls become objects (a text that is none stays), results of tools get the name of their
     function, and reasoning is under both of its names. `has_short_ids` shortens ids for the templates that
     demand it.
     """
@@ -178,9 +179,7 @@ def _template_call(call: object, names: dict[str, str], *, has_short_ids: bool) 
 
 
 def _arguments(arguments: object) -> object:
-    if not isinstance(arguments, str):
-        return {} if arguments is None else arguments
-    try:
-        return json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
-        return arguments
+    """Return arguments as an object; as a text if they are none, such as JSON that `max_tokens` cut."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    value = parse_json(text) if text.strip() else {}
+    return {} if value is None else value if isinstance(value, dict) else text

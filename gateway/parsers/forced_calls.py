@@ -12,17 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llguidance import LLMatcher
-
 from gateway.parsers.answer import ReasoningTags
 from gateway.parsers.calls import ToolDefinition, types_of
 from gateway.parsers.families import ToolFormat
-from text.endless import check_schema
-from text.grammars import WHITE_SPACE, check_keywords
+from text.grammars import WHITE_SPACE
+from text.json_schema import enforced_parts, enforced_schema
 from text.tokenizer import TextCodec
 
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-_ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 _CALL_WHITE_SPACE = r"[\x20\x0A]{1,4}"
 """White space between the JSON tokens of arguments, which no user reads: models write one space or none."""
 _RAW_STRING_KEYWORDS = frozenset({"pattern", "format", "minLength", "maxLength", "allOf", "not"})
@@ -91,7 +88,7 @@ class _GrammarWriter:
             yield f"answer: {calls}"
         elif forced.text_schema is not None:
             yield f"answer: json | {calls}" if forced.tools else "answer: json"
-            yield f"json: {_json(checked_schema(forced.text_schema))}"
+            yield f"json: {_json(_answer_schema(forced.text_schema))}"
         else:
             yield from self._optional(more)
         if not forced.tools:
@@ -135,7 +132,7 @@ class _GrammarWriter:
         markup = self._markup
         yield f"call_{index}: {self._literal(markup.before + tool.name + markup.between)} rest_{index}"
         yield f"rest_{index}: arguments_{index} {self._literal(markup.after)}"
-        schema = enforced_schema(index, tool)
+        schema = arguments_schema(index, tool)
         if markup.parameter is None:
             yield f"arguments_{index}: {_json(schema, _CALL_WHITE_SPACE)}"
         else:
@@ -145,7 +142,8 @@ class _GrammarWriter:
         self, index: int, tool: ToolDefinition, schema: Mapping[str, Any], markup: tuple[str, str, str]
     ) -> Iterator[str]:
         """Arguments that stand one by one, in the order of the schema."""
-        properties, required = schema.get("properties", {}), schema.get("required", ())
+        listed, required = schema.get("properties", {}), schema.get("required", ())
+        properties = {key: value for key, value in listed.items() if value is not False}
         names = [f"value_{index}_{number}" for number in range(len(properties))]
         parts = [name if key in required else f"{name}?" for name, key in zip(names, properties, strict=True)]
         yield f"arguments_{index}: " + (" ".join(parts) or '""')
@@ -197,35 +195,24 @@ class _GrammarWriter:
         )
 
 
-def enforced_schema(index: int, tool: ToolDefinition) -> dict[str, Any]:
-    """Return the schema of the arguments; any object if llguidance cannot enforce a tool's.
+def arguments_schema(index: int, tool: ToolDefinition) -> dict[str, Any]:
+    """Return the schema of the arguments, without the keywords that llguidance cannot enforce.
 
-    Raises UnenforceableSchema for a strict tool.
+    Raises UnenforceableSchema for a strict tool with such keywords.
     """
-    schema = dict(tool.parameters or _NO_ARGUMENTS)
-    schema.setdefault("type", "object")
+    schema = {"type": "object", **(tool.parameters or _NO_ARGUMENTS)}
     try:
-        return checked_schema(schema)
+        return enforced_schema(schema)
     except ValueError as error:
         if tool.is_strict:
             raise UnenforceableSchema(index, str(error)) from error
-        return dict(_ANY_ARGUMENTS)
+        return enforced_parts(schema)
 
 
-def checked_schema(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
-    """Return a schema that llguidance enforces. Raises ValueError."""
+def _answer_schema(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
     if schema is False:
         raise ValueError("the schema `false` allows no text")
-    found = {} if schema is True else dict(schema)
-    try:
-        check_keywords(found)
-        check_schema(found)
-        flaw = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(found)), None)
-    except RecursionError as error:
-        raise ValueError("the schema is nested too deeply") from error
-    if flaw:
-        raise ValueError(" ".join(flaw.split()))
-    return found
+    return enforced_schema(schema)
 
 
 def _json(schema: Mapping[str, Any], white_space: str = WHITE_SPACE) -> str:

@@ -15,6 +15,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from gateway.parsers.calls import ToolDefinition
 from gateway.parsers.events import EventWriter, ParserEvent
+from text.json_text import HALF_CHARACTER, parse_json, read_json
 
 _REASONING_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 _CALLS_FIELD = "tool_calls"
@@ -115,14 +116,15 @@ def _tool_body(tool: ToolDefinition) -> dict[str, Any]:
 
 def _call_of(value: object) -> tuple[str, str] | None:
     """Return name and arguments of a parsed call."""
+    try:
+        value = read_json(json.dumps(value))
+    except (ValueError, RecursionError):  # nested too deeply, or no JSON
+        return None
     function = value.get("function") if isinstance(value, dict) else None
-    if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name:
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not name or HALF_CHARACTER in name:
         return None
     arguments = function.get("arguments", function.get("parameters"))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
+    arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
     arguments = {} if arguments is None else arguments
     return (name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None

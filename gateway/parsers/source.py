@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from typing import TypeAlias, TypeVar
 
 from gateway.parsers.events import SPACE
+from text.json_text import ESCAPED_HALF, whole_characters
 from wire.errors import require
 
 _Result = TypeVar("_Result")
@@ -26,8 +27,12 @@ _MAX_SCALAR_CHARACTERS = 1_024
 
 _NAME = re.compile(r"[^\s<>{}\[\]\"'`;,]+")
 _STRING_RUN = re.compile(r'[^"\\\x00-\x1f]+')
-_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
-_PART_OF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u(?![dD][89abAB])[0-9a-fA-F]{4})')
+_PAIR_OF_ESCAPES = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_FIRST_OF_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_PART_OF_ESCAPE = re.compile(
+    r"\\(?:u(?:[0-9a-fA-F]{0,3}|[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?))?"
+)
 _SCALAR_RUN = re.compile(r"[-+.0-9A-Za-z]+")
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 _SPACE_RUN = re.compile(f"[{SPACE}]+")
@@ -205,12 +210,15 @@ class TextSource:
                 return False
 
     def _escape(self) -> Reading[str]:
+        """Read an escape, or two that are one character; half of a surrogate pair becomes U+FFFD."""
         while True:
-            if match := _ESCAPE.match(self._text, self._at):
+            if match := _ESCAPE.match(self._text, self._at) or _PAIR_OF_ESCAPES.match(self._text, self._at):
                 self._at = match.end()
-                return match.group()
+                return whole_characters(match.group())
             if self._is_finished or not _PART_OF_ESCAPE.fullmatch(self._text, self._at):
-                return ""
+                half = _FIRST_OF_PAIR.match(self._text, self._at)
+                self._at = self._at if half is None else half.end()
+                return "" if half is None else ESCAPED_HALF
             yield
 
     def scalar(self, emit: Emit) -> Reading[bool]:
@@ -300,20 +308,3 @@ class _JsonReading:
 
 def _ignore(text: str) -> None:
     """White space between the parts of a call is of no use."""
-
-
-def is_json_object(text: str) -> bool:
-    """Whether `text` is a JSON object."""
-    return isinstance(parse_json(text), dict)
-
-
-def parse_json(text: str) -> object:
-    """Return the value of a JSON text; the text itself if it is none."""
-    try:
-        return json.loads(text, parse_constant=_reject_constant)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _reject_constant(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")

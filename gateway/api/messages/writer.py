@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from gateway.api.call import Call
 from gateway.generation import UsageCounts
 from gateway.output import Delta
 from gateway.parsers.events import Content, ParserEvent, Reasoning, ToolCallArguments, ToolCallStart
+from text.json_text import parse_json
 from wire.ids import RequestId
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -142,8 +142,5 @@ class MessageWriter:
 
 def _arguments(text: str) -> Any:
     """The input of a tool use; an object also where `max_tokens` cut it."""
-    try:
-        found = json.loads(text) if text else {}
-    except ValueError:
-        return {}
+    found = parse_json(text)
     return found if isinstance(found, dict) else {}

@@ -19,6 +19,7 @@ from coordinator.recovery.policy import DEFAULT_POLICY
 from stage_worker.policy import WORKER_POLICY
 from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer, sentencepiece_like
 from text.grammars import MAX_DEFINITION_BYTES, GrammarCompiler, GrammarKind, UnusableGrammar
+from text.json_text import MAX_JSON_DEPTH
 
 VOCAB_SIZE = 400
 EOS = (2, 3)
@@ -246,7 +247,7 @@ def test_the_built_in_model_serves_structured_output() -> None:
         (GrammarKind.JSON_SCHEMA, ['{"type": "string", "format": "strange"}'], "Unknown format: strange"),
         (GrammarKind.JSON_SCHEMA, ['{"not": {}}'], 'Unimplemented keys: ["not"]'),
         (GrammarKind.JSON_SCHEMA, ['{"$ref": "http://example.org/"}'], "example.org"),
-        (GrammarKind.JSON_SCHEMA, ['{"maximum": NaN}'], "expected value"),
+        (GrammarKind.JSON_SCHEMA, ['{"maximum": NaN}'], "NaN is not JSON"),
         (GrammarKind.JSON_SCHEMA, ['{"x-guidance": {"strange": 1}}'], "unknown field `strange`"),
         (GrammarKind.JSON_SCHEMA, ['{"x-guidance": 1}'], '"x-guidance" would have no effect'),
         (GrammarKind.REGEX, [""], "is empty"),
@@ -288,7 +289,7 @@ def test_an_invalid_grammar_is_rejected_in_one_line_with_the_field(
         ({"$ref": "#/mine/a", "mine": {"a": {"divisibleBy": 3}}}, "divisibleBy"),
         ({"type": "object", "properties": {"a": {"type": "string", "required": True}}}, "required"),
         ({"$schema": DRAFT_04, "const": 3}, "const"),
-        ({"$schema": DRAFT_04, "anyOf": [{"if": {}}]}, "if"),
+        ({"$schema": DRAFT_04, "anyOf": [{"if": {}, "then": False}]}, "if"),
         ({"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{}]}, "prefixItems"),
     ],
 )
@@ -304,7 +305,6 @@ def test_a_keyword_that_would_be_ignored_is_rejected(
     [
         {"type": "object", "properties": {"nullable": {"type": "string"}, "const": {}}, "$schema": DRAFT_04},
         {"enum": [{"nullable": True}], "title": "t", "examples": [{"disallow": 1}], "default": {}},
-        {"type": "string", "nullable": False},
         {"const": 3},
     ],
 )
@@ -312,6 +312,97 @@ def test_names_and_values_are_not_taken_for_keywords(
     schema: dict[str, object], compiler: GrammarCompiler
 ) -> None:
     assert compiler.compile(GrammarKind.JSON_SCHEMA, [json.dumps(schema)])
+
+
+NEUTRAL: dict[str, tuple[dict[str, object], object]] = {
+    "uniqueItems": ({"type": "array", "uniqueItems": False}, [1, 1]),
+    "propertyNames": ({"type": "object", "propertyNames": {"type": "string"}}, {"x": 1}),
+    "propertyNames of strings and others": (
+        {"propertyNames": {"type": ["string", "null"], "minLength": 0}},
+        {},
+    ),
+    "propertyNames with a title": ({"propertyNames": {"title": "names"}}, {"x": 1}),
+    "propertyNames true": ({"propertyNames": True}, {"x": 1}),
+    "anyOf": ({"type": "integer", "anyOf": []}, 3),
+    "oneOf": ({"type": "integer", "oneOf": []}, 3),
+    "nullable": ({"type": "string", "nullable": False}, "x"),
+    "required of draft 3": ({"required": False}, 3),
+    "not": ({"not": False}, 3),
+    "if alone": ({"if": {"type": "string"}}, 3),
+    "if with branches": ({"if": {"type": "string"}, "then": {}, "else": True}, 3),
+    "then alone": ({"then": {"type": "string"}}, 3),
+    "contains": ({"contains": {"type": "string"}, "minContains": 0}, [3]),
+    "minContains alone": ({"minContains": 2, "maxContains": 3}, [3]),
+    "dependentRequired": ({"dependentRequired": {"a": []}}, {"a": 3}),
+    "dependentSchemas": ({"dependentSchemas": {"a": {}}}, {"a": 3}),
+    "dependencies": ({"dependencies": {"a": []}}, {"a": 3}),
+    "unevaluatedProperties": ({"unevaluatedProperties": True}, {"a": 3}),
+    "unevaluatedItems": ({"unevaluatedItems": {}}, [3]),
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_a_value_that_demands_nothing_is_accepted(name: str, tmp_path: Path) -> None:
+    directory = save_tokenizer(tmp_path, byte_level())
+    inner, value = NEUTRAL[name]
+    schema = {"type": "object", "properties": {"a": inner, "b": {"type": "integer"}}, "required": ["b"]}
+    text = json.dumps(schema)
+    assert accepts(directory, GrammarKind.JSON_SCHEMA, [text], json.dumps({"a": value, "b": 4}))
+    assert not accepts(directory, GrammarKind.JSON_SCHEMA, [text], json.dumps({"a": value, "b": "x"}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"uniqueItems": True},
+        {"propertyNames": {"pattern": "^a"}},
+        {"propertyNames": {"type": "integer"}},
+        {"propertyNames": False},
+        {"propertyNames": {"minLength": 1}},
+        {"not": {}},
+        {"if": {"type": "string"}, "then": False},
+        {"contains": {}, "minContains": 1},
+        {"contains": {}, "minContains": 0, "maxContains": 1},
+        {"dependentRequired": {"a": ["b"]}},
+        {"unevaluatedProperties": False},
+        {"anyOf": None},
+        {"nullable": True},
+        {"type": None},
+    ],
+)
+@pytest.mark.parametrize("place", ["#", "#/properties/a~1b", "#/$defs/c/items/anyOf/1"])
+def test_a_refusal_says_where_in_the_schema(
+    schema: dict[str, object], place: str, compiler: GrammarCompiler
+) -> None:
+    whole: dict[str, object] = {
+        "#": schema,
+        "#/properties/a~1b": {"properties": {"z": {}, "a/b": schema, "y": False}},
+        "#/$defs/c/items/anyOf/1": {
+            "$ref": "#/$defs/c",
+            "$defs": {"c": {"items": {"anyOf": [{"const": 1}, schema]}}, "d": {}},
+        },
+    }[place]
+    with pytest.raises(UnusableGrammar) as refused:
+        compiler.compile(GrammarKind.JSON_SCHEMA, [json.dumps(whole)])
+    assert str(refused.value).endswith(f" (at {place})")
+
+
+@pytest.mark.parametrize("step", ['{"properties":{"a":', '{"items":', '{"anyOf":[', "["])
+@pytest.mark.parametrize("depth", [MAX_JSON_DEPTH + 1, 600, 3000])
+def test_a_schema_nested_too_deeply_is_refused_with_the_limit(
+    step: str, depth: int, compiler: GrammarCompiler
+) -> None:
+    closes = "".join({"{": "}", "[": "]"}[char] for char in reversed(step) if char in "{[")
+    text = step * depth + "{}" + closes * depth
+    with pytest.raises(UnusableGrammar) as refused:
+        compiler.compile(GrammarKind.JSON_SCHEMA, [text])
+    assert f"is nested too deeply: more than {MAX_JSON_DEPTH} levels" in str(refused.value)
+
+
+def test_a_schema_of_the_deepest_nesting_is_served(compiler: GrammarCompiler) -> None:
+    num_levels = (MAX_JSON_DEPTH - 1) // 2
+    text = '{"properties":{"[[[{{{":' * num_levels + "{}" + "}}" * num_levels
+    assert compiler.compile(GrammarKind.JSON_SCHEMA, [text])
 
 
 def test_a_lenient_schema_with_ignored_parts_is_rejected(compiler: GrammarCompiler) -> None:

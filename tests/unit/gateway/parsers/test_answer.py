@@ -81,11 +81,29 @@ def test_a_prompt_without_the_anchor_of_the_template_is_no_part_of_the_answer() 
     assert parse(template_parser("<think> user's text"), ["Yes."]) == ParsedAnswer("Yes.")
 
 
-@pytest.mark.parametrize("body", ["nothing", '{"name": 5}', '["a"]', '{"name": "a", "arguments": 3}', "{"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "nothing",
+        '{"name": 5}',
+        '["a"]',
+        '{"name": "a", "arguments": 3}',
+        "{",
+        '{"name": "\\ud83d", "arguments": {}}',
+        '{"name": "a", "arguments": {"b": ' + "[" * 300 + "]" * 300 + "}}",
+    ],
+)
 def test_a_call_that_the_template_cannot_read_is_content(body: str) -> None:
     for pieces in all_cuts(f"a<tool_call>{body}</tool_call>b{CALL}"):
         answer = parse(template_parser(), pieces)
         assert (answer.content, len(answer.calls)) == (f"a{body}b", 1)
+
+
+def test_half_of_a_surrogate_pair_in_a_call_of_a_template_is_replaced() -> None:
+    for arguments in ('{"a": "\\ud83d"}', '"{\\"a\\": \\"\\ud83d\\"}"'):
+        body = f'{{"name": "clock", "arguments": {arguments}}}'
+        answer = parse(template_parser(), [f"<tool_call>{body}</tool_call>"])
+        assert [call.arguments for call in answer.calls] == ['{"a": "\ufffd"}']
 
 
 def test_an_answer_cut_within_a_call_of_a_template_ends_by_length() -> None:

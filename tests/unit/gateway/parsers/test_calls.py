@@ -258,6 +258,49 @@ def test_the_types_of_a_value_may_be_a_union() -> None:
     assert argument_json("true", {"type": "integer"}) == '"true"'
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": None},
+        {"type": 5},
+        {"type": [None, 3]},
+        {"enum": None},
+        {"enum": 7},
+        {"anyOf": [{"type": None}]},
+    ],
+)
+def test_a_schema_of_wrong_types_allows_any_value(schema: object) -> None:
+    assert argument_json("5", schema) == "5"
+    assert argument_json("five", schema) == '"five"'
+
+
+NAME, ARGUMENTS = '{"name": "\\ud83d", "arguments": {}}', '{"name": "clock", "arguments": '
+HALF_PAIRS = {
+    ARGUMENTS + '{"a": "\\ud83d"}}': '{"a": "\\ufffd"}',
+    ARGUMENTS + '{"a": "\\ud83d\\ude00\\ude00\\ud83dx"}}': '{"a": "\\ud83d\\ude00\\ufffd\\ufffdx"}',
+    ARGUMENTS + '"{\\"a\\": \\"\\ud83d\\"}"}': '{"a": "\ufffd"}',
+    ARGUMENTS + '{"a": "\\ud83d\\n"}}': '{"a": "\\ufffd\\n"}',
+}
+
+
+@pytest.mark.parametrize("body", HALF_PAIRS)
+def test_half_of_a_surrogate_pair_in_arguments_is_replaced(body: str) -> None:
+    for pieces in all_cuts(f"<tool_call>{body}</tool_call>"):
+        assert calls_of(parse(new_parser("hermes"), pieces)) == [("clock", json.loads(HALF_PAIRS[body]))]
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral", "llama3_json", "json"])
+def test_a_name_with_half_of_a_surrogate_pair_is_no_call(family: str) -> None:
+    opens = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}.get(family, "")
+    for pieces in all_cuts(opens + NAME):
+        assert parse(new_parser(family), pieces) == ParsedAnswer(opens + NAME)
+
+
+def test_half_of_a_surrogate_pair_in_a_value_without_quotes_is_replaced() -> None:
+    assert argument_json('{"a": "\\ud83d"}', {"type": "object"}) == '{"a": "\\ufffd"}'
+    assert argument_json('"\\ud83d"', {}) == '"\\"\\\\ud83d\\""'
+
+
 def test_mistrals_ids_are_short_and_the_same_at_each_parse() -> None:
     first, second = (parse(new_parser("mistral"), [MISTRAL]) for _ in range(2))
     assert first == second

@@ -120,9 +120,20 @@ def test_templates_get_arguments_as_objects_and_names_of_results() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"), [("", {}), (None, {}), ("no JSON", "no JSON"), ({"a": 1}, {"a": 1})]
+    ("arguments", "expected"),
+    [
+        ("", {}),
+        (None, {}),
+        ("null", {}),
+        ("no JSON", "no JSON"),
+        ("[1]", "[1]"),
+        ([1], "[1]"),
+        ({"a": 1}, {"a": 1}),
+        ('{"a": "\\ud83d"}', {"a": "\ufffd"}),
+        ("[" * 5000, "[" * 5000),
+    ],
 )
-def test_arguments_that_are_no_json_stay_as_they_are(arguments: object, expected: object) -> None:
+def test_arguments_that_are_no_object_are_texts(arguments: object, expected: object) -> None:
     [message] = template_messages([{"role": "assistant", "tool_calls": [call(arguments)]}])
     assert message["tool_calls"] == [call(expected)]
 

@@ -177,12 +177,49 @@ def test_values_without_quotes_follow_their_types(model: Model, family: str) -> 
     assert not accepts(c="t", a="x")
 
 
-def test_a_schema_beyond_the_library_is_any_object_unless_the_tool_is_strict(model: Model) -> None:
+BEYOND_THE_LIBRARY = {
+    "nullable": {"type": "string", "enum": ["x", "y"], "nullable": True},
+    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^k"}},
+    "not": {"not": {"type": "null"}},
+    "required": {"type": "object", "required": None},
+    "null": {"type": None},
+    "no schema": None,
+    "deep": {"type": "object", "properties": {"c": {"type": "array", "uniqueItems": True}}},
+    "definition": {"$ref": "#/$defs/d"},
+}
+
+
+@pytest.mark.parametrize("family", ["json", "glm45", "qwen3_coder"])
+@pytest.mark.parametrize("name", BEYOND_THE_LIBRARY)
+def test_a_keyword_beyond_the_library_leaves_the_other_parameters_enforced(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    properties = {"a": {"type": "boolean"}, "b": BEYOND_THE_LIBRARY[name]}
+    definitions = {"d": {"type": "object", "uniqueItems": True, "not": {}}}
+    schema = {"type": "object", "$defs": definitions, "properties": properties, "required": ["a", "b"]}
+    forced = ForcedCalls(tools=[ToolDefinition("clock", schema)])
+    model = Model(tmp_path)
+    value = "x" if name == "nullable" else "{}"
+    texts = {
+        "json": '{"name": "clock", "arguments": {"a": true, "b": %s}}',
+        "glm45": "<tool_call>clock\n<arg_key>a</arg_key>\n<arg_value>true</arg_value>\n"
+        "<arg_key>b</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+        "qwen3_coder": "<tool_call>\n<function=clock>\n<parameter=a>\ntrue\n</parameter>\n"
+        "<parameter=b>\n%s\n</parameter>\n</function>\n</tool_call>",
+    }
+    text = texts[family] % (json.dumps(value) if family == "json" and name == "nullable" else value)
+    assert model.accepts(family, forced, text)
+    assert not model.accepts(family, forced, text.replace("true", "3"))
+    assert not model.accepts(family, forced, EMPTY_CALL[family])
+
+
+def test_a_schema_beyond_the_library_is_enforced_in_part_unless_the_tool_is_strict(model: Model) -> None:
     schema = {"type": "object", "properties": {"when": {"type": "string", "format": "moon-phase"}}}
-    text = '{"name": "clock", "arguments": {"when": 5}}'
-    assert model.accepts("json", ForcedCalls(tools=[ToolDefinition("clock", schema)]), text)
+    forced = ForcedCalls(tools=[ToolDefinition("clock", schema)])
+    assert model.accepts("json", forced, '{"name": "clock", "arguments": {"when": "full"}}')
+    assert not model.accepts("json", forced, '{"name": "clock", "arguments": {"when": 5}}')
     strict = ToolDefinition("clock", schema, is_strict=True)
-    with pytest.raises(UnenforceableSchema, match="moon-phase") as caught:
+    with pytest.raises(UnenforceableSchema, match=r"moon-phase \(at #/properties/when\)") as caught:
         call_grammar(TOOL_FORMATS["json"], ForcedCalls(tools=[CLOCK, strict]))
     assert caught.value.tool == 1
     pattern = ToolDefinition("a", {"properties": {"b": {**STRING, "pattern": "x"}}}, is_strict=True)
