@@ -48,3 +48,9 @@ def test_the_image_is_built_from_every_package() -> None:
     sources = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().split() if line[0] == "!"}
     folders = {folder.relative_to(REPOSITORY).parts[0] for folder in folders_of_packages().values()}
     assert folders <= sources
+
+
+def test_the_tested_versions_leave_those_that_a_build_of_torch_needs_to_it() -> None:
+    # Builds of torch for CUDA require one version of triton and of each library of NVIDIA.
+    pinned = {line.split("==")[0].lower() for line in (REPOSITORY / "constraints.txt").read_text().splitlines()}
+    assert not {name for name in pinned if name == "triton" or name.startswith(("nvidia-", "cuda-"))}
