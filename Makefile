@@ -1,6 +1,7 @@
 # `make demo` and `make test` need nothing but Python 3.11 to 3.13: they make .venv and install into it first.
 # Tests come in tiers: test, test-full, test-chaos, test-bench, test-kernels, test-clients, test-deploy and nightly; a test without a marker is in `make test`.
 # Another Python: make demo PYTHON=python3.12. Figures of one group: make bench BENCH=decode
+# Unit tests on other versions of Python: make test-pythons PYTHONS="python3.13"
 # Other faults than by default: make chaos SECONDS=60 SEED=3 CHAOS=--real
 # Faults that do not wait for a recovery: make chaos CHAOS=--storm, or CHAOS="--storm --kill-coordinator"
 # Stages that compute with recurrent states: make chaos SECONDS=60 CHAOS=--recurrent
@@ -21,12 +22,16 @@ OPENAI_NODE := openai@6.49.0
 DEPLOY_TOOLS := $(patsubst tests/deploy/environments/%.txt,$(VENV)/deploy-%/.installed,$(wildcard tests/deploy/environments/*.txt))
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
+# For builds of torch that bring none.
+TRITON := triton==3.8.0
 SECONDS ?= 600
 MINUTES ?= 30
 CASES ?= 100000
 # More test processes than cores: many tests wait for timers and for processes that start.
 WORKERS ?= 4
 GPU_WORKERS ?= 8
+# Versions that pyproject.toml allows beside the one of PYTHON; commands or paths.
+PYTHONS ?= python3.12 python3.13
 PYTEST := $(BIN)/python -m pytest -q --durations=30
 PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 # For tests that only compute.
@@ -42,13 +47,24 @@ PUBLIC := proto/public.binpb
 BUILD_PUBLIC := $(BUF) build proto --path proto/stageline_rpc/v1 --exclude-source-info -o
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto proto/stageline_rpc/internal/v1/*.proto)
 
-.PHONY: demo test test-full test-chaos test-bench test-gpu test-kernels test-models test-clients test-deploy test-chart deploy-packages nightly lint lint-proto proto proto-accept bench chaos churn fuzz venv clean
+.PHONY: demo test test-unit test-pythons test-full test-chaos test-bench test-gpu test-kernels test-models test-clients test-deploy test-chart deploy-packages nightly lint lint-proto proto proto-accept bench chaos churn fuzz venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
 
 test: venv
 	@$(PYTEST) $(PARALLEL) -m "not (full or chaos or bench or nightly or gpu or clients or deploy or kernels)"
+
+test-unit: venv
+	@$(PYTEST) $(PARALLEL) -m "not (full or chaos or bench or nightly or gpu or clients or deploy or kernels)" tests/unit
+
+# Each version in an environment of its own, beside $(VENV); one that the machine lacks is named and left out.
+test-pythons:
+	@status=0; for python in $(PYTHONS); do \
+	    version=$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null) || { echo "no $$python on this machine: its tests are left out"; continue; }; \
+	    echo "Unit tests on Python $$version"; \
+	    $(MAKE) --no-print-directory test-unit VENV=.venv-$$version PYTHON=$$python || status=1; \
+	done; exit $$status
 
 test-full: venv $(VENV)/deploy-kubernetes/.installed
 	@$(PYTEST) $(PARALLEL) $(LONG) --hypothesis-profile full -m "(full or hypothesis) and not (chaos or bench or nightly or gpu or clients or deploy or kernels)"
@@ -95,6 +111,7 @@ fuzz: venv
 
 nightly: venv $(VENV)/gguf-models/.installed
 	@$(PYTEST) $(PARALLEL) -o faulthandler_timeout=7200 --hypothesis-profile nightly -m "nightly or hypothesis"
+	@$(MAKE) --no-print-directory test-pythons
 	@$(BIN)/python -m tests.chaos --seconds 600
 	@$(BIN)/python -m tests.chaos --seconds 600 --storm
 	@$(BIN)/python -m tests.churn --minutes 30 --rate 20
@@ -169,7 +186,7 @@ $(VENV)/.installed-ray: $(INSTALLED)
 
 # As large as torch; only its own tests need it.
 $(VENV)/.installed-triton: $(INSTALLED)
-	@$(PIP_INSTALL) triton
+	@$(BIN)/python -c 'import triton' 2> /dev/null || $(PIP_INSTALL) $(TRITON)
 	@touch $@
 
 # The last release that has the schema of compose files; what it needs beside is too old to be installed.
@@ -185,5 +202,5 @@ $(VENV)/deploy-%/.installed: tests/deploy/environments/%.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist stage_worker/model/*.so *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-3.* build dist stage_worker/model/*.so *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Set
-from itertools import count
 from typing import assert_never
 
 from kvcache.blocks import (
@@ -56,7 +55,7 @@ class BlockPool:
         self._partial: dict[int, _Page] = {}
         self._inactive: OrderedDict[int, _Page] = OrderedDict()
         self._digest = StreamDigest()
-        self._new_event_id = count().__next__
+        self._num_events = 0
 
     @property
     def num_active(self) -> int:
@@ -249,6 +248,12 @@ class BlockPool:
             return ()
         entries = [word & ENTERED != 0 for word in outcome]
         return use_events(use, entered=entries, evicted=evicted, new_event_id=self._new_event_id)
+
+    def _new_event_id(self) -> int:
+        # No itertools.count: it can be copied up to Python 3.13 only, with a warning since 3.12.
+        event_id = self._num_events
+        self._num_events += 1
+        return event_id
 
     def _admit(self, use: Use) -> set[int]:
         """Return the inactive blocks that the signal names. Raises OutOfBlocks or InvalidSignal."""

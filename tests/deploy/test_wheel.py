@@ -40,7 +40,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the source tree, because a build leaves files there."""
     source, out = tmp_path_factory.mktemp("source") / "stageline", tmp_path_factory.mktemp("wheel")
-    built = (".venv", ".*_cache", "build", "dist", "*.egg-info", "__pycache__", "*.so")
+    built = (".venv*", ".*_cache", "build", "dist", "*.egg-info", "__pycache__", "*.so")
     left_out = shutil.ignore_patterns(".git", ".hypothesis", "data", *built)
     shutil.copytree(REPOSITORY, source, ignore=left_out)
     run(sys.executable, *PIP, "wheel", "--no-deps", "--wheel-dir", out, ".", cwd=source)

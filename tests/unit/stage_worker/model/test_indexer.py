@@ -26,6 +26,8 @@ from tests.unit.stage_worker.model.test_parity import (
 from wire.ids import StageRole
 
 TOP_K = 24
+ALLOWED = 2e-4
+"""Of the spread: float32 sums of builds of torch differ by up to 1.1e-4 in random weights of Hy4."""
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +156,7 @@ def test_layers_without_an_indexer_use_the_choice_of_the_last_one_with_one(
         sequences, compute_in_chunks(Pipeline(checkpoint, (1, 4)), sequences, [7, 5, 1]), strict=True
     ):
         expected = reference_logits(reference, sequence.tokens)
-        assert float((found - expected).abs().max() / expected.std()) < 1e-4
+        assert float((found - expected).abs().max() / expected.std()) < ALLOWED
 
 
 def assignment(checkpoint: Checkpoint, kv_dtype: ScaledDType | None) -> Assignment:
