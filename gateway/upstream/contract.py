@@ -1,5 +1,7 @@
 """What a gateway asks of a coordinator: one stream of tokens per request."""
 
+from __future__ import annotations
+
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
@@ -82,13 +84,27 @@ class UpstreamFailure(Exception):
         self.may_continue = may_continue
         self.field = field
 
+    def again(self) -> UpstreamFailure:
+        """Return a new exception of this failure, for each time that it is raised.
+
+        A raised exception holds the frames that it passed, and with them requests and bodies.
+        """
+        return UpstreamFailure(
+            self.message,
+            status=self.status,
+            reason=self.reason,
+            retry_after_s=self.retry_after_s,
+            may_continue=self.may_continue,
+            field=self.field,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOwner:
     """Whose request it is; the default is a gateway without keys.
 
     Above `max_sequences` waiting and running sequences of the tenant, 0 for no limit, the coordinator refuses
-    it. `spend` is told the number of tokens of each choice when it ends.
+    it. `spend` is called with the number of new tokens as they arrive.
     """
 
     tenant: str = ""

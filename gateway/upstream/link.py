@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_urlsafe
@@ -177,7 +177,6 @@ class CoordinatorLink:
         *,
         deadline_s: float | None = None,
         traceparent: str = "",
-        client: str = "",
         owner: RequestOwner = NO_OWNER,
     ) -> RequestStream:
         """Return once the request is accepted. Raises UpstreamFailure.
@@ -199,31 +198,7 @@ class CoordinatorLink:
                 credit=self._policy.credit,
                 deadline_s=self._deadline(deadline_s),
                 traceparent=traceparent,
-                client=client,
                 owner=owner,
-            )
-        )
-
-    async def attach(
-        self,
-        request_id: str,
-        secret: str,
-        from_token: Sequence[int],
-        *,
-        deadline_s: float | None = None,
-        tenant: str = "",
-    ) -> RequestStream:
-        """Read a request of this or another gateway from `from_token[i]` of choice i on.
-
-        Its number of choices is the length of `from_token`. Raises UpstreamFailure.
-        """
-        return await self._open(
-            NumberedRequest(
-                request_id,
-                secret,
-                from_token=from_token,
-                credit=self._policy.credit,
-                deadline_s=self._deadline(deadline_s),
             )
         )
 
@@ -233,7 +208,6 @@ class CoordinatorLink:
             NumberedRequest(
                 request_id,
                 secret,
-                observes=True,
                 credit=self._policy.credit,
                 owner=RequestOwner(tenant=tenant),
             )
@@ -255,7 +229,6 @@ class CoordinatorLink:
             raise self._other_model_failure()
         if self._refusal:
             raise self._refused()
-        stream = RequestStream(request)
         self._requests[request] = None
         request.on_end = self._forget
         if self._call is not None:
@@ -265,7 +238,7 @@ class CoordinatorLink:
         except asyncio.CancelledError:
             request.drop()
             raise
-        return stream
+        return RequestStream(request)
 
     def _refused(self) -> UpstreamFailure:
         return _failure(ClusterUnavailable(self._refusal), retry_after_s=self._policy.max_retry_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -40,17 +39,14 @@ class NumberedRequest:
         secret: str,
         *,
         message: inference_pb2.GenerateRequest | None = None,
-        from_token: Sequence[int] = (0,),
-        observes: bool = False,
         credit: int,
         deadline_s: float | None = None,
         traceparent: str = "",
-        client: str = "",
         owner: RequestOwner = NO_OWNER,
     ) -> None:
-        """Without `message`, the request was submitted before, and is read from `from_token` on.
+        """Without `message`, the request was submitted before, and is observed from its first token on.
 
-        With `observes` it is read beside its reader. `deadline_s` is a time of the event loop.
+        `deadline_s` is a time of the event loop.
         """
         self.request_id, self.secret = request_id, secret
         self.is_accepted = self.was_connected = False
@@ -58,12 +54,12 @@ class NumberedRequest:
         self.found = Found()
         self.on_end: Callable[[NumberedRequest], None] = lambda request: None
         self._message, self._deadline_s = message, deadline_s
-        self._traceparent, self._client, self._owner = traceparent, client, owner
-        self._observes, self._window = observes, credit
+        self._traceparent, self._owner = traceparent, owner
+        self._observes, self._window = message is None, credit
         self._client_state = None if message is None else message.client_state
         self._was_sent = message is None
-        counts = from_token if message is None else (0,) * max(1, message.sampling.n)
-        self._received = dict(enumerate(counts))
+        num_choices = 1 if message is None else max(1, message.sampling.n)
+        self._received = dict.fromkeys(range(num_choices), 0)
         self._stops: dict[int, int] = {}
         self._ended: set[int] = set()
         self._num_prompt_logprobs = self._num_queued = self._num_taken = 0
@@ -88,7 +84,6 @@ class NumberedRequest:
                 credit=credit,
                 attach_secret=self.secret,
                 traceparent=self._traceparent,
-                client=self._client,
                 tenant=self._owner.tenant,
                 max_tenant_sequences=self._owner.max_sequences,
             )
@@ -172,6 +167,11 @@ class NumberedRequest:
         self._failure = self._failure or failure
         self._finish()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more arrives for the reader."""
+        return self._is_over
+
     def is_late(self, now_s: float) -> bool:
         return self._deadline_s is not None and now_s >= self._deadline_s
 
@@ -187,7 +187,7 @@ class NumberedRequest:
             await self._changed.wait()  # the link bounds it
         is_found = self._observes and self._client_state is not None
         if self._failure is not None and not self._items and not is_found:
-            raise self._failure
+            raise self._failure.again()
 
     async def next(self) -> Item | None:
         """The next item; None after the last one. Raises UpstreamFailure."""
@@ -198,7 +198,7 @@ class NumberedRequest:
                 if (shown := self._shown(item)) is not None:
                     return shown
             if self._failure is not None:
-                raise self._failure
+                raise self._failure.again()
             if self._is_over:
                 return None
             self._changed.clear()
@@ -214,7 +214,7 @@ class NumberedRequest:
                 return items
             return [shown for item in items if (shown := self._shown(item)) is not None] or self.take()
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.again()
         return None if self._is_over else ()
 
     def notify(self, changed: Callable[[], None] | None) -> None:
@@ -327,7 +327,12 @@ class RequestStream:
         self.request_id = request.request_id
         self.secret = request.secret
         self._request = request
-        weakref.finalize(self, _drop, request, asyncio.get_running_loop())
+        self._loop = asyncio.get_running_loop()
+
+    def __del__(self) -> None:
+        # No weakref.finalize: its registry holds the request, and what holds the stream could never end.
+        if not self._request.is_over and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._request.drop)
 
     async def __aiter__(self) -> AsyncIterator[Item]:
         """Yield output until every choice has ended. Raises UpstreamFailure."""
@@ -361,11 +366,6 @@ class RequestStream:
     def detach(self) -> None:
         """Stop reading; the request continues. Iteration is then over."""
         self._request.detach()
-
-
-def _drop(request: NumberedRequest, loop: asyncio.AbstractEventLoop) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(request.drop)
 
 
 def _failure_of(failure: inference_pb2.NumberFailure, *, was_running: bool) -> UpstreamFailure:

@@ -128,8 +128,7 @@ class GatewayVisit:
         customer, link = self._customer, gateway.link
         assert link is not None
         if self._secret:
-            reached = [len(tokens) for tokens in customer.got]
-            return await link.attach(customer.request_id, self._secret, reached)
+            return await link.attach(customer.request_id, self._secret, list(map(len, customer.got)))
         if self._was_submitted:
             return None
         self._was_submitted = True

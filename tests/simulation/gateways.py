@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from gateway.upstream.link import CoordinatorLink, LinkPolicy
+from gateway.upstream.numbered_request import NumberedRequest, RequestStream
 from stageline_rpc.v1 import inference_pb2
 from tests.simulation.calls import ClientCall
 from tests.simulation.cluster import COORDINATOR, Cluster
@@ -23,12 +25,27 @@ LINK_POLICY = LinkPolicy(
 _NO_CACHE = Path("no-tokenizer")
 
 
+class SimLink(CoordinatorLink):
+    """A link that also takes over a request of another gateway as its reader, which the protocol allows."""
+
+    async def attach(self, request_id: str, secret: str, from_token: Sequence[int]) -> RequestStream:
+        """Read choice i from token `from_token[i]` on. Raises UpstreamFailure."""
+        return await self._open(_TakenOver(request_id, secret, from_token))
+
+
+class _TakenOver(NumberedRequest):
+    def __init__(self, request_id: str, secret: str, from_token: Sequence[int]) -> None:
+        super().__init__(request_id, secret, credit=CREDIT)
+        self._observes = False
+        self._received = dict(enumerate(from_token))
+
+
 class Gateway:
     """A gateway's link, in one process after another."""
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.name = f"gateway-{number}"
-        self.link: CoordinatorLink | None = None
+        self.link: SimLink | None = None
         self.process: Process | None = None
         self._cluster = cluster
 
@@ -52,9 +69,7 @@ class Gateway:
             self._cluster.network.forget(self.process)
 
     async def _run(self) -> None:
-        link = CoordinatorLink(
-            COORDINATOR, cache_directory=_NO_CACHE, policy=LINK_POLICY, transport=SimTransport()
-        )
+        link = SimLink(COORDINATOR, cache_directory=_NO_CACHE, policy=LINK_POLICY, transport=SimTransport())
         await link.start()
         self.link = link
 
