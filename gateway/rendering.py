@@ -114,7 +114,7 @@ class Rendering(Generic[_Rendered]):
                 else:
                     return
         finally:
-            self._put = _drop
+            self._put, self._failure = _drop, None  # the frames of a failure hold this rendering
             for stream in streams:
                 stream.notify(None)
 

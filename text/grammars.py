@@ -82,7 +82,7 @@ class GrammarCompiler:
         tokenizer = self._open_tokenizer()
         try:
             if isinstance(tokenizer, UnusableTokenizer):
-                raise tokenizer
+                raise UnusableTokenizer(str(tokenizer))  # a new one: a raised exception holds its frames
             definition = _definition(kind, texts)
             _check_size(definition, " as a grammar")
             matcher = _matcher(tokenizer, definition, kind, texts)

@@ -14,7 +14,6 @@ import json
 import re
 import tempfile
 from array import array
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +29,7 @@ from checkpoint.gguf.model import gguf_tokenizer_files
 from checkpoint.grammar_tokenizer import MAX_TOKENIZER_BYTES
 from checkpoint.mistral.tokenizer import is_tekken, read_tekken
 from text.chat_template import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
+from wire.tenant_shares import TenantCache
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -231,8 +231,8 @@ class TextCodec:
         return frozenset(special | set(self._tokenizer.all_special_ids))
 
 
-_Key: TypeAlias = tuple[str, bool, str]
-"""Tenant, whether it is the first part of a prompt, and its text."""
+_Key: TypeAlias = tuple[bool, str]
+"""Whether it is the first part of a prompt, and its text."""
 
 
 class PromptTokens:
@@ -241,7 +241,8 @@ class PromptTokens:
     The next request of a conversation repeats all of its messages; only the new ones are tokenized.
 
     A tokenizer finds its added tokens first, in the raw text, and tokenizes each text between them
-    separately, so the ids of these texts can be kept. Each tenant has its own: others' are not faster.
+    separately, so the ids of these texts can be kept. Each tenant has its own: others' are not faster, and
+    the tenant with the most makes room.
     """
 
     def __init__(
@@ -251,9 +252,7 @@ class PromptTokens:
         self._boundaries = find_boundaries(tokenizer)
         longest_first = sorted(self._boundaries, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
-        self._cache: OrderedDict[_Key, array[int]] = OrderedDict()
-        self._max_bytes = max_cached_bytes
-        self._cached_bytes = 0
+        self._cache: TenantCache[_Key, array[int]] = TenantCache(max_bytes=max_cached_bytes)
         self._lock = Lock()
 
     def encode(self, text: str, tenant: str = "") -> list[int]:
@@ -270,24 +269,16 @@ class PromptTokens:
 
     def _part(self, part: str, tenant: str, *, is_first: bool) -> array[int]:
         """Return the ids of a text between boundaries. Some tokenizers put a space before a first one."""
-        key = (tenant, is_first, part)
+        key = (is_first, part)
         with self._lock:
-            if (cached := self._cache.get(key)) is not None:
-                self._cache.move_to_end(key)
+            if (cached := self._cache.get(tenant, key)) is not None:
                 return cached
         before = "" if is_first else next(iter(self._boundaries))
         ids = array("I", self._tokenize(before + part)[0 if is_first else 1 :])
+        num_bytes = getsizeof(part) + len(ids) * ids.itemsize + _ENTRY_BYTES
         with self._lock:
-            self._add(key, ids)
+            self._cache.add(tenant, key, ids, num_bytes=num_bytes)
         return ids
-
-    def _add(self, key: _Key, ids: array[int]) -> None:
-        if key not in self._cache:
-            self._cache[key] = ids
-            self._cached_bytes += _entry_bytes(key, ids)
-        while self._cached_bytes > self._max_bytes:
-            oldest, ids = self._cache.popitem(last=False)
-            self._cached_bytes -= _entry_bytes(oldest, ids)
 
     def _tokenize(self, text: str) -> list[int]:
         return _ids_of(self._tokenizer, text, add_special_tokens=False)
@@ -311,10 +302,6 @@ def find_boundaries(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
         for token_id, token in added.items()
         if _is_exact(token) and not any(_collide(token.content, text) for text in texts)
     }
-
-
-def _entry_bytes(key: _Key, ids: array[int]) -> int:
-    return getsizeof(key[0]) + getsizeof(key[2]) + len(ids) * ids.itemsize + _ENTRY_BYTES
 
 
 def _is_exact(token: AddedToken) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 from enum import Enum
+from typing import Self
 
 import grpc
 
@@ -16,6 +17,15 @@ class ServingError(Exception):
     """
 
     request_id: RequestId | None = None
+
+    def again(self) -> Self:
+        """Return a new exception of this error, for one that is stored and raised several times.
+
+        A raised exception holds the frames that it passed.
+        """
+        error = type(self).__new__(type(self), *self.args)
+        error.__dict__.update(self.__dict__)
+        return error
 
 
 class InvalidRequest(ServingError):

@@ -105,7 +105,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def GetTokenizer(  # noqa: N802
         self, request: inference_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GetTokenizerResponse]:
-        async for response in self._tokenizer.files(request.known_sha256):
+        client = self._callers.of(context).client
+        async for response in self._tokenizer.files(request.known_sha256, client):
             yield response
 
     async def Tokenize(  # type: ignore[override]  # noqa: N802  # see MessageLimits
@@ -113,13 +114,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         caller = self._callers.of(context)
         with self._engine.preparing(caller.client):
-            return await self._tokenizer.tokenize(request, caller.tenant)
+            return await self._tokenizer.tokenize(request, caller.client, caller.tenant)
 
     async def Detokenize(  # type: ignore[override]  # noqa: N802  # see MessageLimits
         self, request: bytes, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        with self._engine.preparing(self._callers.of(context).client):
-            return await self._tokenizer.detokenize(request)
+        client = self._callers.of(context).client
+        with self._engine.preparing(client):
+            return await self._tokenizer.detokenize(request, client)
 
     async def _read(
         self, stream: OutputStream, context: Context, metadata: tuple[tuple[str, str], ...] = ()

@@ -1,27 +1,27 @@
 """Parses, admits and submits requests, and restores journalled ones."""
 
-import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
 from coordinator.api.call_context import CallContext
+from coordinator.api.grammars import ClientGrammars
 from coordinator.api.message_limits import INLINE_BYTES, GenerateDecoder
 from coordinator.api.request_parser import (
     Resolved,
     check_text_size,
+    compile_grammar,
     make_echoed_text,
     make_request,
     needs_tokenizer,
     num_sequences_of,
     refuse_unmockable,
     request_id_of,
-    resolve,
+    resolve_texts,
 )
 from coordinator.api.tenants import NO_PUBLIC_PREFIXES, PublicPrefixes, tenant_salt
 from coordinator.cluster.controller import Controller
@@ -39,6 +39,7 @@ from wire.errors import ClusterUnavailable, InvalidRequest, InvariantBroken, Ser
 from wire.ids import RequestId, id_text
 from wire.log_context import log_context
 from wire.peer_secrets import new_secret
+from wire.tenant_threads import TenantThreads
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ def _check_tokens(journalled: JournalledRequest, vocab_size: int) -> None:
 
 _Result = TypeVar("_Result")
 
-TOKENIZER_THREADS = 2
+TEXT_THREADS, TEXTS_PER_CLIENT = 3, 2
 """Texts tokenized concurrently; the admission queue bounds the waiting ones."""
 
 
@@ -160,7 +161,10 @@ class RequestHandler:
         # Caches end with this process, so their salts do, too.
         self._salt_secret = new_secret()
         self._arrivals = count()
-        self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._texts = TenantThreads(TEXT_THREADS, per_tenant=TEXTS_PER_CLIENT, name="tokenizer")
+        self._grammars = ClientGrammars(
+            lambda sampling, bad_words: compile_grammar(sampling, model, bad_words)
+        )
 
     async def submit(
         self,
@@ -203,17 +207,16 @@ class RequestHandler:
         if len(data) <= INLINE_BYTES:
             return self._decoder.decode(data)
         with self._engine.preparing(caller.client):
-            return await self.beside(self._decoder.decode, data)
+            return await self.beside(caller.client, self._decoder.decode, data)
 
-    async def beside(self, function: Callable[..., _Result], *arguments: object) -> _Result:
-        """Run `function` on a thread of the tokenizer."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizers, function, *arguments)
+    async def beside(self, client: str, function: Callable[..., _Result], *arguments: object) -> _Result:
+        """Run `function` on a thread of the tokenizer, when it is the client's turn."""
+        return await self._texts.run(client, function, *arguments)
 
     async def _prepare(self, arrival: _Arrival) -> tuple[Request, Resolved]:
         """Wait for a plan, then validate the request."""
         message, request_id, is_large = arrival.message, arrival.request_id, arrival.is_large
-        caller = arrival.caller
+        caller, client = arrival.caller, arrival.caller.client
         message.cache_salt = tenant_salt(self._salt_secret, caller.tenant, message.cache_salt)
         self._engine.check_accepts(request_id)
 
@@ -235,13 +238,15 @@ class RequestHandler:
         with self._engine.preparing(
             caller.client, num_sequences_of(message), client_limit=caller.max_tenant_sequences
         ):
-            resolved = await self._resolve(message, caller.tenant, is_large=is_large)
+            resolved = await self._resolve(message, caller, is_large=is_large)
             plan = await self._plan_for(request_id)
             if self._state.has_mock_stages:
                 refuse_unmockable(message.sampling)
-            request = await self.beside(make, resolved, plan) if is_large else make(resolved, plan)
+            request = (
+                make(resolved, plan) if not is_large else await self.beside(client, make, resolved, plan)
+            )
             if message.sampling.echo:
-                await self.beside(make_echoed_text, request)
+                await self.beside(client, make_echoed_text, request)
         return request, resolved
 
     def resume(self, journalled: list[JournalledRequest]) -> int:
@@ -250,7 +255,8 @@ class RequestHandler:
 
     def close(self) -> None:
         """End the tokenizer's threads once they are idle."""
-        self._tokenizers.shutdown(wait=False, cancel_futures=True)
+        self._texts.close()
+        self._grammars.close()
 
     async def _plan_for(self, request_id: RequestId) -> Plan:
         """Raises ClusterUnavailable; only clients past their deadline receive it."""
@@ -313,11 +319,15 @@ class RequestHandler:
         return accepted_of(arrival.message, resolved, request, arrived_at=arrived_at, deadline_at=deadline_at)
 
     async def _resolve(
-        self, message: inference_pb2.GenerateRequest, tenant: str, *, is_large: bool
+        self, message: inference_pb2.GenerateRequest, caller: CallContext, *, is_large: bool
     ) -> Resolved:
         """Tokenize texts on another thread, since they take milliseconds; token ids take none."""
+        tenant, client = caller.tenant, caller.client
         if message.WhichOneof("prompt") in ("text", "conversation"):
             check_text_size(message, self._model)
         if not is_large and not needs_tokenizer(message):
-            return resolve(message, self._model, tenant)
-        return await self.beside(resolve, message, self._model, tenant)
+            resolved = resolve_texts(message, self._model, tenant)
+        else:
+            resolved = await self.beside(client, resolve_texts, message, self._model, tenant)
+        grammar = await self._grammars.grammar_of(client, message.sampling, resolved.bad_words)
+        return replace(resolved, grammar=grammar)

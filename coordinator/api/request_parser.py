@@ -334,20 +334,17 @@ def num_sequences_of(request: inference_pb2.GenerateRequest) -> int:
 
 
 def needs_tokenizer(request: inference_pb2.GenerateRequest) -> bool:
-    """Whether `resolve` is slow."""
-    sampling = request.sampling
-    has_text = request.WhichOneof("prompt") in ("text", "conversation") or bool(sampling.bad_words)
-    return has_text or sampling.WhichOneof("structured_output") is not None
+    """Whether `resolve_texts` is slow."""
+    return request.WhichOneof("prompt") in ("text", "conversation") or bool(request.sampling.bad_words)
 
 
-def resolve(request: inference_pb2.GenerateRequest, model: ServedModel, tenant: str = "") -> Resolved:
-    """Slow for a long text; kept token ids of texts are the tenant's own. Raises InvalidRequest."""
+def resolve_texts(request: inference_pb2.GenerateRequest, model: ServedModel, tenant: str = "") -> Resolved:
+    """Tokenize, without a grammar. Slow for a long text; kept token ids of texts are the tenant's own.
+
+    Raises InvalidRequest.
+    """
     bad_words = _bad_words_intake(request.sampling, model)
-    return Resolved(
-        prompt=resolve_prompt(request, model, tenant),
-        bad_words=bad_words,
-        grammar=_grammar(request.sampling, model, bad_words),
-    )
+    return Resolved(prompt=resolve_prompt(request, model, tenant), bad_words=bad_words)
 
 
 def resolve_prompt(
@@ -396,6 +393,7 @@ def make_request(
             sampling=generation.sampling,
             stop_token_ids=generation.stop_token_ids,
             order=place(priority, index),
+            client=client,
             cache_salt=message.cache_salt,
             num_public_tokens=num_public,
             shares_cache=not message.HasField("prefix_cache") or message.prefix_cache,
@@ -524,12 +522,12 @@ def _never_first(
     return never | {*sampling.stop_token_ids, *model.eos_token_ids} if sampling.min_tokens else never
 
 
-def _grammar(
+def compile_grammar(
     sampling: inference_pb2.SamplingParameters, model: ServedModel, bad_words: tuple[tuple[int, ...], ...]
-) -> GrammarSpec | None:
+) -> GrammarSpec:
+    """Compile the grammar of a structured output; up to a second for a hostile one. Raises InvalidRequest."""
     field = sampling.WhichOneof("structured_output")
-    if field is None:
-        return None
+    assert field is not None, "no structured output"
     if sampling.ignore_eos:
         raise InvalidRequest(
             f"ignore_eos with {field}: structured output ends with an end-of-sequence token",

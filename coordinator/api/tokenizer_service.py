@@ -24,9 +24,11 @@ _Result = TypeVar("_Result")
 
 
 class RunBeside(Protocol):
-    """Runs a function on another thread."""
+    """Runs a function on another thread, when it is the client's turn."""
 
-    async def __call__(self, function: Callable[..., _Result], *arguments: object) -> _Result: ...
+    async def __call__(
+        self, client: str, function: Callable[..., _Result], *arguments: object
+    ) -> _Result: ...
 
 
 class TokenizerService:
@@ -47,11 +49,13 @@ class TokenizerService:
             max_counts={"stageline.v1.DetokenizeRequest.token_ids": max_ids},
         )
 
-    async def files(self, known_sha256: str) -> AsyncIterator[inference_pb2.GetTokenizerResponse]:
+    async def files(
+        self, known_sha256: str, client: str
+    ) -> AsyncIterator[inference_pb2.GetTokenizerResponse]:
         """Yield the list of files, and their contents unless they are known."""
         directory = self._model.directory
-        files = {} if directory is None else await self._beside(read_tokenizer_files, directory)
-        digest = await self._beside(files_digest, files)
+        files = {} if directory is None else await self._beside(client, read_tokenizer_files, directory)
+        digest = await self._beside(client, files_digest, files)
         listed = [
             inference_pb2.TokenizerFile(name=name, size_bytes=len(content)) for name, content in files.items()
         ]
@@ -62,13 +66,13 @@ class TokenizerService:
             for start in range(0, len(content), CHUNK_BYTES):
                 yield inference_pb2.GetTokenizerResponse(chunk=content[start : start + CHUNK_BYTES])
 
-    async def tokenize(self, data: bytes, tenant: str = "") -> inference_pb2.TokenizeResponse:
+    async def tokenize(self, data: bytes, client: str, tenant: str = "") -> inference_pb2.TokenizeResponse:
         """Raises InvalidRequest."""
-        return await self._beside(self._tokenize, data, tenant)
+        return await self._beside(client, self._tokenize, data, tenant)
 
-    async def detokenize(self, data: bytes) -> inference_pb2.DetokenizeResponse:
+    async def detokenize(self, data: bytes, client: str) -> inference_pb2.DetokenizeResponse:
         """Raises InvalidRequest."""
-        return await self._beside(self._detokenize, data)
+        return await self._beside(client, self._detokenize, data)
 
     def _tokenize(self, data: bytes, tenant: str) -> inference_pb2.TokenizeResponse:
         request = _decoded(inference_pb2.TokenizeRequest, self._tokenize_scan, data)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from coordinator.engine.request import Request, RequestRegistry
 from wire.errors import ClusterUnavailable, InvalidRequest, Overloaded
+from wire.tenant_shares import has_room
 
 _SHORTEST_S = 0.1
 _LONGEST_S = 30.0
@@ -40,7 +41,8 @@ class AdmissionLimits:
     """Limits of waiting and active sequences. A request with n choices counts as n.
 
     Attributes:
-        queue_size: sequences that wait for preparation, blocks or a pipeline.
+        queue_size: sequences that wait for preparation, blocks or a pipeline. A client has its equal part of
+            them although others have filled them.
         max_client_requests: waiting and running sequences of one client; None means no limit.
         max_unread_tokens: generated tokens that a reader may lag behind its request.
 
@@ -87,7 +89,7 @@ class Admission:
             InvalidRequest: the request has more sequences than a limit allows at any time.
         """
         self._check_possible(num_sequences, client_limit)
-        self._check_queue(self._num_queued + self.num_preparing, num_sequences)
+        self._check_queue(self._num_queued + self._num_preparing, client, num_sequences)
         self._check_client(client, num_sequences, client_limit)
         self._num_preparing[client] += num_sequences
         try:
@@ -96,13 +98,17 @@ class Admission:
             self._num_preparing[client] -= num_sequences
             self._num_preparing += Counter()  # drops zero counts
 
-    def check_queue(self, num_sequences: int = 1) -> None:
-        """Raise Overloaded if the queue has no room for `num_sequences` more."""
-        self._check_queue(self._num_queued, num_sequences)
+    def check_queue(self, client: str, num_sequences: int = 1) -> None:
+        """Raise Overloaded if the queue has no room for `num_sequences` more of a client."""
+        self._check_queue(self._num_queued, client, num_sequences)
 
     @property
-    def _num_queued(self) -> int:
-        return sum(request.num_queued for request in self._registry.live)
+    def _num_queued(self) -> Counter[str]:
+        queued = Counter[str]()
+        for request in self._registry.live:
+            if number := request.num_queued:
+                queued[request.client] += number
+        return queued
 
     def _check_possible(self, num_sequences: int, client_limit: int | None) -> None:
         limits = self._limits
@@ -114,10 +120,10 @@ class Admission:
             if limit is not None and num_sequences > limit:
                 raise InvalidRequest(f"n is {num_sequences}, the limit is {limit} ({name})")
 
-    def _check_queue(self, num_waiting: int, num_sequences: int) -> None:
+    def _check_queue(self, num_waiting: Counter[str], client: str, num_sequences: int) -> None:
         limit = self._limits.queue_size
-        if num_waiting + num_sequences > limit:
-            self._refuse(f"{num_waiting} sequences are waiting, the limit is {limit} (queue_size)")
+        if not has_room(num_waiting, client, num_sequences, limit=limit):
+            self._refuse(f"{num_waiting.total()} sequences are waiting, the limit is {limit} (queue_size)")
 
     def _check_client(self, client: str, num_sequences: int, own_limit: int | None) -> None:
         limits = (self._limits.max_client_requests, own_limit)

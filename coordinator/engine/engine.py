@@ -200,7 +200,7 @@ class Engine:
         """
         self.deliver()
         self._registry.check_new(request.id)
-        self.admission.check_queue(len(request.choices))
+        self.admission.check_queue(request.client, len(request.choices))
         if (error := plan_limit_error(request, self._max_sequence_tokens)) is not None:
             raise error
         self._durability.accept(accepted)

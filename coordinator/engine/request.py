@@ -26,6 +26,7 @@ from wire.errors import (
 from wire.ids import RequestId, id_text
 from wire.log_context import log_context
 from wire.steps import StartRecord, TokenLogprobs
+from wire.tenant_shares import TenantCache
 
 if TYPE_CHECKING:
     from coordinator.engine.output_stream import OutputStream
@@ -301,8 +302,11 @@ class Request:
 
     @property
     def error(self) -> ServingError | None:
-        """The error that ended the request, if any."""
-        return self._error
+        """The error that ended the request, if any, as a new exception.
+
+        A raised one holds the frames that it passed, and a kept request would hold those of all its readers.
+        """
+        return None if self._error is None else self._error.again()
 
     @property
     def expires_s(self) -> float | None:
@@ -351,10 +355,10 @@ def _with_top(logprobs: abc.Sequence[TokenLogprobs | None], num_top: int) -> tup
 
 
 MAX_KEPT = 1024
-"""Maximum number of ended requests whose output is kept; beyond it the oldest is removed."""
+"""Ended requests whose output is kept; beyond it the oldest one of the client with the most is removed."""
 
 MAX_KEPT_STATE_BYTES = 64 * 2**20
-"""Maximum size of the `client_state` of all ended requests; beyond it the oldest requests are removed."""
+"""Bytes of `client_state` of all ended requests; beyond it the client with the most bytes makes room."""
 
 
 class RequestRegistry:
@@ -363,7 +367,7 @@ class RequestRegistry:
     def __init__(self) -> None:
         self._live: dict[RequestId, Request] = {}
         self._kept: dict[RequestId, Request] = {}
-        self._kept_state_bytes = 0
+        self._shares = TenantCache[RequestId, Request](max_entries=MAX_KEPT, max_bytes=MAX_KEPT_STATE_BYTES)
         self._num_live_of: Counter[str] = Counter()
 
     @property
@@ -420,13 +424,14 @@ class RequestRegistry:
             del self._num_live_of[request.client]
         if request.is_kept:
             self._kept[request.id] = request
-            self._kept_state_bytes += len(request.client_state)
-            while len(self._kept) > MAX_KEPT or self._kept_state_bytes > MAX_KEPT_STATE_BYTES:
-                self.forget(next(iter(self._kept)))
+            size_bytes = len(request.client_state)
+            for oldest in self._shares.add(request.client, request.id, request, num_bytes=size_bytes):
+                del self._kept[oldest.id]
 
     def forget(self, request_id: RequestId) -> None:
         """Remove a kept request."""
-        self._kept_state_bytes -= len(self._kept.pop(request_id).client_state)
+        request = self._kept.pop(request_id)
+        self._shares.remove(request.client, request_id)
 
     def expire(self, now_s: float) -> None:
         """Remove expired requests."""

@@ -7,13 +7,15 @@ A step takes decodes first, then prompt chunks up to the token budget:
 * Chunks of a prompt follow each other without waiting for results. The next prompt is admitted only after
   the last chunk of the previous one, so two partly admitted prompts never wait for each other's blocks. The
   chunk size depends on the decodes in the pipeline (`coordinator.scheduler.policy`).
-* A decode without a free block preempts the last sequence in queue order and tries again in the same pass.
+* Clients take turns: the next sequence is one of the client with the fewest running.
+* A decode without a free block preempts the last sequence in queue order, of the client with the most
+  running, and tries again in the same pass.
   So the first sequence in queue order always progresses.
 * After a worker loss, the sequences of unfinished steps run apart (`coordinator.scheduler.isolation`).
 """
 
 from bisect import insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from operator import attrgetter
 
@@ -438,7 +440,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, kv: KvCacheManager) -> None:
         """Preempt until the newest token of `sequence` has a block, or `sequence` is preempted."""
         while True:
-            victim = max(self._running.values(), key=_ORDER)
+            victim = self._victim()
             self._preempt(victim)
             if victim is sequence:
                 return
@@ -447,6 +449,17 @@ class Scheduler:
                 return
             except OutOfBlocks:
                 continue
+
+    def _victim(self) -> Sequence:
+        """The last sequence in queue order of the client that has the most running.
+
+        So the first one in queue order is preempted only if no other is running.
+        """
+        num_of = self._num_running_of()
+        return max(self._running.values(), key=lambda sequence: (num_of[sequence.client], sequence.order))
+
+    def _num_running_of(self) -> Counter[str]:
+        return Counter(sequence.client for sequence in self._running.values())
 
     def _preempt(self, victim: Sequence) -> None:
         self._requeue(victim)
@@ -471,7 +484,7 @@ class Scheduler:
                 return  # the policy ended the chunk: the rest is for the next step
 
     def _admit(self, builder: StepBuilder, kv: KvCacheManager, plan: StepPlan, room: int) -> Sequence | None:
-        """Admit the head of the queue, or a suspect, if all its blocks are available; no other overtakes it.
+        """Admit the next of the queue, or a suspect, if all its blocks are available; no other overtakes it.
 
         Its first chunk must fit into this step, because a sequence owns its cached blocks only from its first
         chunk on, and other sequences may evict them before.
@@ -493,11 +506,26 @@ class Scheduler:
             self.counts.num_cached_tokens += sequence.num_cached_tokens
         return sequence
 
+    def _fairest(self) -> Sequence:
+        """Of the priority of the head of the queue: the first sequence of the client with the fewest running.
+
+        A client that fills the queue waits for its own requests, and not the others for them.
+        """
+        head = self._queue[0]
+        firsts: dict[str, Sequence] = {}
+        for sequence in self._queue:
+            if sequence.order.priority is head.order.priority:
+                firsts.setdefault(sequence.client, sequence)
+        if len(firsts) == 1:
+            return head
+        num_of = self._num_running_of()
+        return min(firsts.values(), key=lambda sequence: (num_of[sequence.client], sequence.order))
+
     def _next_in_queue(self) -> Sequence | None:
         if self.isolation.is_active:
             return self.isolation.next_sequence(self._queue, is_busy=bool(self._running or self._in_flight))
         if self._admits_new:
-            return self._queue[0] if self._queue else None
+            return self._fairest() if self._queue else None
         return next((sequence for sequence in self._queue if sequence.state is SequenceState.PREEMPTED), None)
 
     def _add_chunk(

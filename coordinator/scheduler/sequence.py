@@ -102,13 +102,14 @@ class QueueOrder(NamedTuple):
     due_s: float
     arrival: int
     choice: int = 0
+    priority: Priority = Priority.NORMAL
 
 
 def queue_order(
     priority: Priority, *, arrived_s: float, arrival: int, choice: int = 0, age_s: float
 ) -> QueueOrder:
     """`arrival` numbers requests and breaks ties; `age_s` is the shift per priority class."""
-    return QueueOrder(arrived_s - priority * age_s, arrival, choice)
+    return QueueOrder(arrived_s - priority * age_s, arrival, choice, priority)
 
 
 class FinishReason(Enum):
@@ -139,7 +140,7 @@ class Sequence:
 
     Sequences share cached prefixes only with sequences of the same `cache_salt`, except blocks within
     `num_public_tokens`, and with none if `shares_cache` is False. With `max_tokens` 0, the prompt is
-    computed and nothing is generated.
+    computed and nothing is generated. `client` is whose part of the pipeline it takes.
 
     Raises:
         ValueError: the prompt is empty or `max_tokens` is negative.
@@ -154,6 +155,7 @@ class Sequence:
         sampling: StepSampling,
         stop_token_ids: frozenset[int],
         order: QueueOrder,
+        client: str = "",
         cache_salt: str = "",
         num_public_tokens: int = 0,
         shares_cache: bool = True,
@@ -170,7 +172,7 @@ class Sequence:
         self._max_length = len(prompt) + max_tokens
         self._sampling = sampling
         self._stop_token_ids = stop_token_ids
-        self.order = order
+        self.order, self.client = order, client
         self._cache_salt, self.num_public_tokens = cache_salt, num_public_tokens
         self._shares_cache = shares_cache
         self._num_to_score = len(prompt) - 1 if wants_prompt_logprobs else 0

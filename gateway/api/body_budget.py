@@ -12,50 +12,53 @@ from gateway.api.errors import ApiError, unavailable
 
 FREE_BYTES = 64 * 1024
 """Bytes of each body that are not counted; the number of connections limits them."""
-BODIES_PER_HOST = 4
+BODIES_PER_OWNER = 4
 BODIES = 16
 SLOW_S = 10.0
 """A body that takes longer ends when another one needs its place."""
 
 
 class BodyBudget:
-    """Bytes of bodies beyond their first `FREE_BYTES`: a few bodies of the largest size for each host."""
+    """Bytes of bodies beyond their first `FREE_BYTES`: a few bodies of the largest size for each owner.
+
+    An owner is a tenant, or the host of a client without one.
+    """
 
     def __init__(self, max_body_bytes: int, *, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._max_per_host, self._max_bytes = BODIES_PER_HOST * max_body_bytes, BODIES * max_body_bytes
-        self._num_of_host = Counter[str]()
+        self._max_per_owner, self._max_bytes = BODIES_PER_OWNER * max_body_bytes, BODIES * max_body_bytes
+        self._num_of_owner = Counter[str]()
         self._now_s = now_s
         self._large: dict[HeldBody, float] = {}
         """Bodies with counted bytes and when they began, the oldest first."""
 
-    def body_of(self, host: str) -> HeldBody:
-        """A context that holds one body of a host."""
-        return HeldBody(self, host, self._now_s())
+    def body_of(self, owner: str) -> HeldBody:
+        """A context that holds one body of an owner."""
+        return HeldBody(self, owner, self._now_s())
 
     def take(self, body: HeldBody, num_bytes: int) -> None:
         """Count more bytes of `body`; slow bodies end if they occupy its place.
 
         Raises ApiError (503) for bytes beyond a limit, which are not counted.
         """
-        host, max_of_host = body.host, self._max_per_host - num_bytes
-        if self._num_of_host[host] > max_of_host:
-            self._end_slow(lambda other: other.host == host and self._num_of_host[host] > max_of_host)
-        if self._num_of_host[host] > max_of_host:
-            raise _exceeded(f"bodies of host {host}", self._max_per_host)
+        owner, max_of_owner = body.owner, self._max_per_owner - num_bytes
+        if self._num_of_owner[owner] > max_of_owner:
+            self._end_slow(lambda other: other.owner == owner and self._num_of_owner[owner] > max_of_owner)
+        if self._num_of_owner[owner] > max_of_owner:
+            raise _exceeded(f"bodies of {owner}", self._max_per_owner)
         max_of_all = self._max_bytes - num_bytes
-        if self._num_of_host.total() > max_of_all:
-            self._end_slow(lambda _: self._num_of_host.total() > max_of_all)
-        if self._num_of_host.total() > max_of_all:
-            raise _exceeded("bodies of all hosts", self._max_bytes)
-        self._num_of_host[host] += num_bytes
+        if self._num_of_owner.total() > max_of_all:
+            self._end_slow(lambda _: self._num_of_owner.total() > max_of_all)
+        if self._num_of_owner.total() > max_of_all:
+            raise _exceeded("bodies of all clients", self._max_bytes)
+        self._num_of_owner[owner] += num_bytes
         if num_bytes:
             self._large.setdefault(body, body.began_s)
 
     def give_back(self, body: HeldBody, num_bytes: int) -> None:
         self._large.pop(body, None)
-        self._num_of_host[body.host] -= num_bytes
-        if not self._num_of_host[body.host]:
-            del self._num_of_host[body.host]
+        self._num_of_owner[body.owner] -= num_bytes
+        if not self._num_of_owner[body.owner]:
+            del self._num_of_owner[body.owner]
 
     def _end_slow(self, is_in_the_way: Callable[[HeldBody], bool]) -> None:
         latest_s = self._now_s() - SLOW_S
@@ -67,8 +70,8 @@ class BodyBudget:
 class HeldBody:
     """The bytes of one body, until the context ends. While it is read, `patience` ends its reader."""
 
-    def __init__(self, budget: BodyBudget, host: str, began_s: float) -> None:
-        self.host, self.began_s = host, began_s
+    def __init__(self, budget: BodyBudget, owner: str, began_s: float) -> None:
+        self.owner, self.began_s = owner, began_s
         self._budget = budget
         self._patience: asyncio.Timeout | None = None
         self._size = self._counted = 0

@@ -4,7 +4,6 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -35,6 +34,7 @@ from wire.addresses import counted_host
 from wire.audit import NO_AUDIT, AuditLog
 from wire.errors import AttachSecretMismatch, RequestExists, reason_of
 from wire.ids import RequestId, id_text, new_request_id, parse_request_id
+from wire.tenant_threads import TenantThreads
 from wire.trace_context import parse_traceparent
 
 INLINE_BYTES = 16 * 1024
@@ -74,7 +74,10 @@ class Gateway:
     parsers: ParserChoice = field(init=False)
     bodies: BodyBudget = field(init=False)
     text: TextThread = field(default_factory=TextThread)
-    intake: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "intake"))
+    prompts: TenantThreads = field(default_factory=lambda: TenantThreads(4, per_tenant=2, name="prompts"))
+    """For tokenizing, which releases the interpreter's lock."""
+    parsing: TenantThreads = field(default_factory=lambda: TenantThreads(4, per_tenant=1, name="parsing"))
+    """For large bodies: parsing one of 16 MB holds the interpreter's lock for up to 0.1 s."""
     started: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     is_waiting: bool = False
@@ -131,11 +134,12 @@ class Gateway:
     def close(self) -> None:
         """End the threads."""
         self.text.close()
-        self.intake.shutdown(wait=False, cancel_futures=True)
+        self.prompts.close()
+        self.parsing.close()
 
     async def beside_loop(self, work: Callable[[], _Result]) -> _Result:
-        """Run slow work of a prompt, such as tokenizing, on a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.intake, work)
+        """Run slow work of a prompt, such as tokenizing, on a thread, when it is the tenant's turn."""
+        return await self.prompts.run(self.visitor.tenant, work)
 
     def require_codec(self, param: str, instead: str) -> TextCodec:
         """Raises ApiError for a model without a tokenizer."""
@@ -247,12 +251,12 @@ async def read_fields(gateway: Gateway, request: Request, kind: type[_Body]) -> 
 
 
 async def _read_fields(gateway: Gateway, request: Request, kind: type[_Body]) -> _Body:
-    host = counted_host(request.client.host) if request.client else ""
-    with gateway.bodies.body_of(host) as held:
+    tenant, host = gateway.visitor.tenant, counted_host(request.client.host) if request.client else ""
+    with gateway.bodies.body_of(f"tenant {tenant}" if tenant else f"host {host}") as held:
         body = await read_body(request, max_bytes=gateway.config.max_body_bytes, held=held)
         if len(body) <= INLINE_BYTES:
             return parse_body(kind, body)
-        return await gateway.beside_loop(lambda: _parse_large(gateway, kind, body))
+        return await gateway.parsing.run(tenant, _parse_large, gateway, kind, body)
 
 
 def _parse_large(gateway: Gateway, kind: type[_Body], body: bytes) -> _Body:
@@ -354,6 +358,7 @@ async def submit(gateway: Gateway, call: Call, submission: Submission) -> Genera
         streams = await asyncio.gather(*tasks)
     except BaseException as error:
         await _cancel_all(tasks)
+        tasks.clear()  # they hold the error, and its frames would hold them
         if isinstance(error, UpstreamFailure) and error.field:
             raise _about_field(error, submission) from None
         raise

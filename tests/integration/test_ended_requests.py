@@ -26,7 +26,7 @@ from tests.ports import unused_address
 from wire.errors import InvariantBroken
 
 NUM_REQUESTS = 200
-AT_ONCE = 20
+AT_ONCE = 50
 PATH = "/v1/completions"
 LONG = {"prompt": [3, 14, 15] * 100, "max_tokens": 3000}
 KINDS = (NumberedRequest, RequestStream, Generation, Rendering, Call, inference_pb2.GenerateRequest)
@@ -157,6 +157,7 @@ async def test_requests_of_clients_that_leave_are_gone() -> None:
         await check_gone(served, lambda: many(served.left))
 
 
+@pytest.mark.full
 async def test_requests_of_a_lost_coordinator_are_gone() -> None:
     async with world() as served:
         target = served.proxy.target

@@ -101,7 +101,7 @@ def test_ids_equal_those_of_the_whole_text(kind: str, max_cached_bytes: int, pie
     expected = _tokenizer(kind)(text, add_special_tokens=False)["input_ids"]
     assert tokens.encode(text) == expected
     assert tokens.encode(text) == expected  # now cached
-    assert tokens._cached_bytes <= max_cached_bytes
+    assert tokens._cache.num_bytes <= max_cached_bytes
 
 
 @pytest.mark.parametrize("kind", ["byte level", "sentencepiece", "metaspace"])
@@ -138,3 +138,14 @@ def test_only_new_messages_are_tokenized(tmp_path: Path, monkeypatch: pytest.Mon
     ids = codec.encode_messages([*messages, {"role": "user", "content": "a fox"}])
     assert [text.removeprefix("<unk>") for text in tokenized] == ["user:a fox"]
     assert codec.decode(ids, skip_special_tokens=False).endswith("<s>user:a fox<|end|><s>assistant:")
+
+
+def test_texts_of_a_tenant_stay_cached_while_another_one_floods(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = PromptTokens(_tokenizer("byte level"), max_cached_bytes=20_000)
+    tokens.encode("a fox", "quiet")
+    for number in range(200):
+        tokens.encode(f"a fox {number}", "flood")
+    tokenized: list[str] = []
+    monkeypatch.setattr(PromptTokens, "_tokenize", lambda _, text: tokenized.append(text))
+    assert len(tokens.encode("a fox", "quiet")) > 0
+    assert tokenized == []

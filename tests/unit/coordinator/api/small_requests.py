@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from checkpoint import Checkpoint, DType
-from coordinator.api.request_parser import make_request, request_id_of, resolve
+from coordinator.api.request_parser import (
+    Resolved,
+    compile_grammar,
+    make_request,
+    request_id_of,
+    resolve_texts,
+)
 from coordinator.engine.request import Request
 from coordinator.model import ServedModel, model_of
 from coordinator.planner.plan import Plan, StepLimits
@@ -68,10 +75,18 @@ def request_of(
     )
 
 
+def resolved_of(message: inference_pb2.GenerateRequest, model: ServedModel = MODEL) -> Resolved:
+    """Texts and grammar of a request, as the handler resolves them on threads."""
+    resolved = resolve_texts(message, model)
+    if message.sampling.WhichOneof("structured_output") is None:
+        return resolved
+    return replace(resolved, grammar=compile_grammar(message.sampling, model, resolved.bad_words))
+
+
 def accept_request(message: inference_pb2.GenerateRequest, model: ServedModel = MODEL) -> Request:
     return make_request(
         message,
-        resolve(message, model),
+        resolved_of(message, model),
         request_id_of(message),
         model=model,
         plan=PLAN,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.api.request_handler import accepted_of, restored
-from coordinator.api.request_parser import make_request, request_id_of, resolve
+from coordinator.api.request_parser import make_request, request_id_of, resolve_texts
 from coordinator.engine.request import Request
 from coordinator.journal.records import JournalledRequest, RequestProgress
 from stageline_rpc.v1 import inference_pb2
@@ -16,7 +16,7 @@ from tests.unit.coordinator.api.small_requests import MODEL, PLAN, place, reques
 
 def both(message: inference_pb2.GenerateRequest) -> tuple[Request, Request]:
     """The request as accepted, and as restored by a later coordinator."""
-    resolved = resolve(message, MODEL)
+    resolved = resolve_texts(message, MODEL)
     request = make_request(
         message, resolved, request_id_of(message), model=MODEL, plan=PLAN, client="here", place=place
     )
@@ -56,7 +56,7 @@ def facts(sequence: Any) -> dict[str, Any]:
 
 def test_a_long_text_is_journalled_as_tokens_only() -> None:
     message = inference_pb2.GenerateRequest(text="abc" * 100)
-    resolved = resolve(message, MODEL)
+    resolved = resolve_texts(message, MODEL)
     request = make_request(
         message, resolved, request_id_of(message), model=MODEL, plan=PLAN, client="here", place=place
     )

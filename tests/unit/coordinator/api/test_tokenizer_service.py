@@ -36,7 +36,7 @@ class Threads:
     def __init__(self) -> None:
         self.num_running = self.num_calls = 0
 
-    async def __call__(self, function: Callable[..., _Result], *arguments: object) -> _Result:
+    async def __call__(self, client: str, function: Callable[..., _Result], *arguments: object) -> _Result:
         self.num_calls += 1
         self.num_running += 1
         try:
@@ -74,7 +74,7 @@ async def test_a_hostile_message_to_tokenize_is_an_error_of_the_caller(
     data: bytes, model: ServedModel
 ) -> None:
     with pytest.raises((InvalidRequest, MessageTooLarge, DecodeError)):
-        await TokenizerService(model, Threads()).tokenize(data)
+        await TokenizerService(model, Threads()).tokenize(data, "client")
 
 
 @pytest.mark.parametrize("data", DETOKENIZE.values(), ids=DETOKENIZE.keys())
@@ -82,14 +82,14 @@ async def test_a_hostile_message_to_detokenize_is_an_error_of_the_caller(
     data: bytes, model: ServedModel
 ) -> None:
     with pytest.raises((InvalidRequest, MessageTooLarge, DecodeError)):
-        await TokenizerService(model, Threads()).detokenize(data)
+        await TokenizerService(model, Threads()).detokenize(data, "client")
 
 
 async def test_a_message_above_the_limit_is_not_read(model: ServedModel) -> None:
     service = TokenizerService(model, Threads())
     for call in (service.tokenize, service.detokenize):
         with pytest.raises(MessageTooLarge, match=f"the limit is {MAX_GENERATE_BYTES}"):
-            await call(bytes(MAX_GENERATE_BYTES + 1))
+            await call(bytes(MAX_GENERATE_BYTES + 1), "client")
 
 
 async def test_many_calls_at_once_never_run_on_the_thread_of_the_loop(
@@ -104,11 +104,14 @@ async def test_many_calls_at_once_never_run_on_the_thread_of_the_loop(
     texts = [f"a bird sang {number}" for number in range(50)]
     requests = [inference_pb2.TokenizeRequest(text=text).SerializeToString() for text in texts]
     hostile = [*TOKENIZE.values()] * 5
-    found = await asyncio.gather(*map(service.tokenize, [*requests, *hostile]), return_exceptions=True)
+    found = await asyncio.gather(
+        *(service.tokenize(data, "client") for data in (*requests, *hostile)), return_exceptions=True
+    )
     served = [each.token_ids for each in found if not isinstance(each, BaseException)]
     assert len(served) == len(texts)
     again = [inference_pb2.DetokenizeRequest(token_ids=ids).SerializeToString() for ids in served]
-    assert [each.text for each in await asyncio.gather(*map(service.detokenize, again))] == texts
+    detokenized = await asyncio.gather(*(service.detokenize(data, "client") for data in again))
+    assert [each.text for each in detokenized] == texts
     assert threads
     assert threading.get_ident() not in threads
     assert (beside.num_calls, beside.num_running) == (len(requests) + len(hostile) + len(again), 0)
@@ -125,8 +128,8 @@ def _noting(function: Callable[..., _Result], threads: set[int]) -> Callable[...
 async def test_files_are_sent_in_chunks_and_not_again(model: ServedModel) -> None:
     beside = Threads()
     service = TokenizerService(model, beside)
-    listed, *chunks = [response async for response in service.files("")]
+    listed, *chunks = [response async for response in service.files("", "client")]
     assert sum(len(part.chunk) for part in chunks) == sum(file.size_bytes for file in listed.files.files)
     assert all(0 < len(part.chunk) <= CHUNK_BYTES for part in chunks)
-    assert [response async for response in service.files(listed.files.sha256)] == [listed]
+    assert [response async for response in service.files(listed.files.sha256, "client")] == [listed]
     assert beside.num_calls == 4

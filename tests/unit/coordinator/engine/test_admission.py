@@ -104,7 +104,7 @@ def test_requests_in_preparation_count_towards_the_queue() -> None:
         assert house.admission.num_preparing == 1
         assert str(house.refusal()) == "2 sequences are waiting, the limit is 2 (queue_size); retry in 1.0 s"
         # The place of an admitted request is kept.
-        house.admission.check_queue()
+        house.admission.check_queue("client")
     assert house.admission.num_preparing == 0
     assert house.admits()
 
@@ -123,11 +123,11 @@ def test_each_choice_waits_until_it_has_started() -> None:
     request = house.enter(n=3)
     house.refusal()
     start_first_choice(request)
-    house.admission.check_queue()
+    house.admission.check_queue("client")
     with pytest.raises(Overloaded, match=r"2 sequences are waiting, the limit is 3 \(queue_size\)"):
-        house.admission.check_queue(2)
+        house.admission.check_queue("client", 2)
     request.choices[1].sequence.end(SequenceState.CANCELLED)
-    house.admission.check_queue(2)
+    house.admission.check_queue("client", 2)
 
 
 def test_a_request_counts_as_its_choices() -> None:
@@ -188,3 +188,15 @@ def test_a_rejection_has_a_retry_hint() -> None:
     error = house.refusal()
     assert error.retry_after_s == 4.0
     assert str(error).endswith("; retry in 4.0 s")
+
+
+def test_a_client_keeps_its_part_of_a_queue_that_another_one_has_filled() -> None:
+    house = House(queue_size=4)
+    for _ in range(4):
+        house.enter("flood")
+    house.refusal("flood")
+    for _ in range(2):
+        assert house.admits("quiet")
+        house.enter("quiet")
+    house.refusal("quiet")
+    assert house.admits("third")

@@ -133,3 +133,40 @@ def test_the_state_of_kept_requests_is_bounded_evicting_the_oldest(monkeypatch: 
     registry.add(last)
     end(registry, last)
     assert registry.num_kept == 3, "what was forgotten does not count"
+
+
+def test_kept_requests_of_a_client_survive_the_flood_of_another_one() -> None:
+    registry = RequestRegistry()
+    kept = [RequestCase(keep_s=5.0, client="quiet").request() for _ in range(3)]
+    flood = [RequestCase(keep_s=5.0, client="flood").request() for _ in range(MAX_KEPT + 76)]
+    for request in (*kept, *flood):
+        registry.add(request)
+        end(registry, request)
+    assert registry.num_kept == MAX_KEPT
+    assert all(registry.has(request.id) for request in kept)
+    assert not registry.has(flood[0].id)
+    assert registry.has(flood[-1].id)
+
+
+def test_state_of_kept_requests_makes_room_at_the_client_with_the_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_module, "MAX_KEPT_STATE_BYTES", 100)
+    registry = RequestRegistry()
+    requests = [RequestCase(keep_s=5.0, client=client).request() for client in ("quiet", "flood", "flood")]
+    for request in requests:
+        request.client_state = bytes(40)
+        registry.add(request)
+        end(registry, request)
+    assert [registry.has(request.id) for request in requests] == [True, False, True]
+
+
+def test_the_error_of_a_request_is_a_new_exception_for_each_reader() -> None:
+    registry, request = RequestRegistry(), RequestCase(keep_s=5.0).request()
+    registry.add(request)
+    end(registry, request)
+    for _ in range(2):
+        with pytest.raises(RequestCancelled, match="over"):
+            raise request.error or AssertionError
+    assert request.error is not None
+    assert request.error.__traceback__ is None

@@ -138,7 +138,12 @@ class PipelineModel:
         self.end_epoch()
 
     def submit(
-        self, prompt: Sequence[int], *, max_tokens: int, stop_token_ids: frozenset[int] = frozenset()
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        stop_token_ids: frozenset[int] = frozenset(),
+        client: str = "",
     ) -> RequestSequence:
         number = len(self.clients)
         sequence = RequestSequence(
@@ -148,6 +153,7 @@ class PipelineModel:
             sampling=GREEDY,
             stop_token_ids=stop_token_ids,
             order=QueueOrder(0.0, number),
+            client=client,
         )
         self.clients[sequence.key] = _Client(sequence, *solo_run(prompt, max_tokens, stop_token_ids))
         self.scheduler.add(sequence)
@@ -259,9 +265,11 @@ class PipelineModel:
         self.results: deque[StepResult] = deque()
 
     def _check_order(self) -> None:
-        """First come, first served: no queued request arrived before a running one."""
-        orders = [sequence.order for sequence in (*self.scheduler.running, *self.scheduler.queue)]
-        assert orders == sorted(orders)
+        """First come, first served: no queued request arrived before a running one of its client."""
+        both = (*self.scheduler.running, *self.scheduler.queue)
+        for client in {sequence.client for sequence in both}:
+            orders = [sequence.order for sequence in both if sequence.client == client]
+            assert orders == sorted(orders)
         decoding = [one for one in self.scheduler.running if one.state is SequenceState.DECODE]
         cost = decodes_cost(len(decoding), sum(sequence.num_tokens for sequence in decoding))
         assert self.scheduler._decoding.load == DecodeLoad(len(decoding), cost)

@@ -290,6 +290,32 @@ def test_the_result_of_an_earlier_start_is_discarded() -> None:
     model.check_all_ended()
 
 
+def test_a_client_that_fills_the_queue_waits_for_its_own_requests_and_others_do_not() -> None:
+    model = model_of(num_blocks=4)
+    flood = [model.submit([number] * 4, max_tokens=4, client="flood") for number in range(8)]
+    quiet = model.submit([9] * 4, max_tokens=4, client="quiet")
+    assert model.scheduler.queue[-1] is quiet
+    while quiet.state is SequenceState.WAITING:
+        assert model.run_step()
+    assert sum(sequence.state is SequenceState.WAITING for sequence in flood) == 6
+    model.drain(max_steps=100)
+    model.check_all_ended()
+
+
+def test_the_client_with_the_most_running_is_preempted() -> None:
+    model = model_of(num_blocks=6, max_step_tokens=12)
+    model.scheduler.end_epoch()
+    flood = [model.submit([number] * 4, max_tokens=9, client="flood") for number in range(3)]
+    quiet = model.submit([9] * 4, max_tokens=9, client="quiet")
+    model.begin_epoch()
+    while not any(sequence.state is SequenceState.PREEMPTED for sequence in (*flood, quiet)):
+        assert model.run_step()
+    assert [sequence.state for sequence in flood].count(SequenceState.PREEMPTED) == 1
+    model.drain(max_steps=100)
+    assert quiet.restart_count == 0
+    model.check_all_ended()
+
+
 # Sharing out
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.api import body_budget
-from gateway.api.body_budget import BODIES, BODIES_PER_HOST, FREE_BYTES, SLOW_S, BodyBudget
+from gateway.api.body_budget import BODIES, BODIES_PER_OWNER, FREE_BYTES, SLOW_S, BodyBudget
 from gateway.api.errors import ApiError
 from tests.unit.gateway.fake_upstream import Served, serve
 
@@ -19,15 +19,15 @@ JSON = {"content-type": "application/json"}
 
 def test_a_host_and_all_hosts_have_a_number_of_bytes() -> None:
     budget = BodyBudget(MAX_BODY)
-    for number in range(BODIES // BODIES_PER_HOST):
-        held = budget.body_of(f"10.0.0.{number}")
-        held.add(FREE_BYTES + BODIES_PER_HOST * MAX_BODY)
+    for number in range(BODIES // BODIES_PER_OWNER):
+        held = budget.body_of(f"host 10.0.0.{number}")
+        held.add(FREE_BYTES + BODIES_PER_OWNER * MAX_BODY)
         with pytest.raises(ApiError, match=rf"of host 10.0.0.{number} .* exceed 400000 bytes") as refused:
-            budget.body_of(f"10.0.0.{number}").add(FREE_BYTES + 1)
+            budget.body_of(f"host 10.0.0.{number}").add(FREE_BYTES + 1)
         assert (refused.value.status, refused.value.headers["retry-after"]) == (503, "1")
     another = budget.body_of("10.0.1.0")
     another.add(FREE_BYTES)
-    with pytest.raises(ApiError, match=r"of all hosts .* exceed 1600000 bytes"):
+    with pytest.raises(ApiError, match=r"of all clients .* exceed 1600000 bytes"):
         another.add(1)
     with held:
         pass
@@ -38,10 +38,10 @@ def test_a_refused_body_gives_back_what_it_had() -> None:
     budget = BodyBudget(MAX_BODY)
     for _ in range(3):
         with budget.body_of("a") as held:
-            held.add(FREE_BYTES + BODIES_PER_HOST * MAX_BODY)
+            held.add(FREE_BYTES + BODIES_PER_OWNER * MAX_BODY)
             with pytest.raises(ApiError):
                 held.add(1)
-    budget.body_of("a").add(FREE_BYTES + BODIES_PER_HOST * MAX_BODY)
+    budget.body_of("a").add(FREE_BYTES + BODIES_PER_OWNER * MAX_BODY)
 
 
 async def test_slow_bodies_of_the_host_or_else_the_oldest_make_room() -> None:
@@ -59,7 +59,7 @@ async def test_slow_bodies_of_the_host_or_else_the_oldest_make_room() -> None:
             except TimeoutError:
                 ended.append(name)
 
-    hosts = [f"10.0.0.{number // BODIES_PER_HOST}" for number in range(BODIES)]
+    hosts = [f"10.0.0.{number // BODIES_PER_OWNER}" for number in range(BODIES)]
     readers = [asyncio.create_task(read(host, f"{number}")) for number, host in enumerate(hosts)]
     await asyncio.sleep(0)
     now_s = SLOW_S - 1
@@ -82,7 +82,7 @@ async def test_a_slow_body_that_made_room_is_refused_and_the_new_one_is_read(
 ) -> None:
     async with serve(max_body_bytes=MAX_BODY) as served:
         size = MAX_BODY - 1000
-        events = [asyncio.Event() for _ in range(BODIES_PER_HOST * MAX_BODY // (size - FREE_BYTES))]
+        events = [asyncio.Event() for _ in range(BODIES_PER_OWNER * MAX_BODY // (size - FREE_BYTES))]
         calls = [asyncio.create_task(_unfinished(served, begun, size)) for begun in events]
         await asyncio.gather(*(begun.wait() for begun in events))
         large = {"prompt": "a" * size, "max_tokens": 1}
@@ -113,7 +113,7 @@ async def test_unfinished_bodies_have_a_bound_together_and_small_requests_go_on(
         events = [asyncio.Event() for _ in range(40)]
         size = MAX_BODY - 1000
         calls = [asyncio.create_task(_unfinished(served, begun, size)) for begun in events]
-        refused = 40 - BODIES_PER_HOST * MAX_BODY // (size - FREE_BYTES)
+        refused = 40 - BODIES_PER_OWNER * MAX_BODY // (size - FREE_BYTES)
         while sum(call.done() for call in calls) < refused - 1:
             await asyncio.wait([call for call in calls if not call.done()], return_when="FIRST_COMPLETED")
         assert {call.result() for call in calls if call.done()} == {503}
