@@ -161,6 +161,14 @@ GROUPS = (
         is_default=False,
     ),
     Group(
+        name="tenant-waits",
+        about="waits of a tenant while another one floods schemas, texts and kept responses : quiet",
+        module="bench.figures.tenant_waits",
+        about_s=150,
+        is_default=False,
+        timeout_s=900.0,
+    ),
+    Group(
         name="tls",
         about="tokens/s of decode and prefill, and bare hops of 1 MiB, with TLS : plain",
         module="bench.figures.tls",

@@ -31,16 +31,18 @@ def cpu_s(pid: int) -> float:
 
 
 @asynccontextmanager
-async def running_gateways(coordinator: str, count: int) -> AsyncIterator[list[Gateway]]:
-    """Start gateways; kill them at the end."""
+async def running_gateways(
+    coordinator: str, count: int, *, arguments: Sequence[str] = ()
+) -> AsyncIterator[list[Gateway]]:
+    """Start gateways, with further `arguments`; kill them at the end."""
     async with AsyncExitStack() as stack:
-        yield [await _start(coordinator, stack) for _ in range(count)]
+        yield [await _start(coordinator, arguments, stack) for _ in range(count)]
 
 
-async def _start(coordinator: str, stack: AsyncExitStack) -> Gateway:
+async def _start(coordinator: str, arguments: Sequence[str], stack: AsyncExitStack) -> Gateway:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "stageline", "gateway"),
-        *("--coordinator", coordinator, "--listen", "127.0.0.1:0", "--log-level", "error"),
+        *("--coordinator", coordinator, "--listen", "127.0.0.1:0", "--log-level", "error", *arguments),
         stdout=PIPE,
     )
     stack.push_async_callback(_kill, process)
