@@ -128,12 +128,15 @@ class SecretCheck:
         self._engine = engine
         self._refused = refused
 
-    def check(self, call: str, request_id: RequestId, secret: str, *, tenant: str, host: str) -> None:
-        """Raises RequestNotFound, and AttachSecretMismatch for a wrong secret or another tenant in `call`."""
+    def check(self, call: str, name: RequestId, secret: str, *, tenant: str, host: str) -> RequestId:
+        """Return the id of the tenant's request of this name.
+
+        Raises RequestNotFound, also for requests of other tenants, and AttachSecretMismatch.
+        """
         try:
-            self._engine.check_secret(request_id, secret, tenant=tenant)
+            return self._engine.check_secret(name, secret, tenant=tenant)
         except AttachSecretMismatch:
-            self._refused.note(call, "wrong attach secret, or another tenant", host=host)
+            self._refused.note(call, "wrong attach secret", host=host)
             raise
 
 

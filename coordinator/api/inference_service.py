@@ -60,8 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Attach(  # noqa: N802
         self, request: inference_pb2.AttachRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        request_id = decode_request_id(request.request_id)
-        self._check_secret("Attach", request_id, context)
+        request_id = self._check_secret("Attach", request.request_id, context)
         stream = self._engine.attach(
             request_id,
             decode_positions(request),
@@ -76,20 +75,20 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Cancel(  # noqa: N802
         self, request: inference_pb2.CancelRequest, context: Context
     ) -> inference_pb2.CancelResponse:
-        request_id = decode_request_id(request.request_id)
         if metadata_value(context, AUTHORIZATION_KEY) or self._operators.includes(context):
-            caller = self._operators.check(context)
+            caller, request_id = self._operators.check(context), decode_request_id(request.request_id)
         else:
-            self._check_secret("Cancel", request_id, context)
+            request_id = self._check_secret("Cancel", request.request_id, context)
             caller = caller_of(context)
         self._engine.cancel(request_id)
         self._audit.record(Action.CANCEL, AuditOutcome.OK, **caller, request_id=id_text(request_id))
         return inference_pb2.CancelResponse()
 
-    def _check_secret(self, call: str, request_id: RequestId, context: Context) -> None:
-        secret = metadata_value(context, ATTACH_SECRET_KEY)
-        caller = self._callers.of(context)
-        self._secrets.check(call, request_id, secret, tenant=caller.tenant, host=caller.host)
+    def _check_secret(self, call: str, name: str, context: Context) -> RequestId:
+        """Return the id of the caller's request. Raises as `SecretCheck.check`, and InvalidRequest."""
+        secret, caller = metadata_value(context, ATTACH_SECRET_KEY), self._callers.of(context)
+        named = decode_request_id(name)
+        return self._secrets.check(call, named, secret, tenant=caller.tenant, host=caller.host)
 
     async def Serve(  # type: ignore[override]  # noqa: N802  # see MessageLimits
         self, requests: AsyncIterator[bytes], context: Context
@@ -131,5 +130,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             metadata = (*metadata, (JOURNALLED_KEY, "1"))
         if metadata:
             await context.send_initial_metadata(metadata)
+        request_id = id_text(stream.request.name)
         async for output in stream.outputs():
-            yield encode_output(output)
+            yield encode_output(output, request_id)

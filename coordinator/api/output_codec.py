@@ -5,7 +5,7 @@ from coordinator.engine.request import Choice
 from coordinator.scheduler.sequence import FinishReason
 from stageline_rpc.v1 import inference_pb2
 from wire.errors import InvalidRequest, InvariantBroken
-from wire.ids import RequestId, id_text, parse_request_id
+from wire.ids import RequestId, parse_request_id
 from wire.status_codec import duration
 from wire.steps import TokenLogprobs
 
@@ -15,11 +15,11 @@ FINISH_REASON_TO_MESSAGE: dict[FinishReason, inference_pb2.FinishReason.ValueTyp
 }
 
 
-def encode_output(output: Output) -> inference_pb2.GenerateResponse:
-    """Encode one message of one choice; the last one has finish reason and usage."""
+def encode_output(output: Output, request_id: str) -> inference_pb2.GenerateResponse:
+    """Encode one message of one choice of a request; the last one has finish reason and usage."""
     choice, piece = output.choice, output.piece
     response = inference_pb2.GenerateResponse(
-        request_id=id_text(choice.sequence.key.request_id),
+        request_id=request_id,
         choice=choice.index,
         first_token_index=piece.first_token_index,
         token_ids=piece.tokens,

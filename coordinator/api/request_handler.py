@@ -1,7 +1,8 @@
 """Parses, admits and submits requests, and restores journalled ones."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TypeVar
@@ -34,9 +35,10 @@ from coordinator.model import ServedModel
 from coordinator.observability.request_traces import RequestTraces
 from coordinator.planner.plan import Plan
 from coordinator.scheduler.sequence import Priority, QueueOrder, queue_order
+from stageline_rpc.internal.v1 import serve_pb2
 from stageline_rpc.v1 import inference_pb2
 from wire.errors import ClusterUnavailable, InvalidRequest, InvariantBroken, ServingError
-from wire.ids import RequestId, id_text
+from wire.ids import RequestId, id_text, new_request_id
 from wire.log_context import log_context
 from wire.peer_secrets import new_secret
 from wire.tenant_threads import TenantThreads
@@ -58,13 +60,13 @@ def accepted_of(
     if (prompt := kept.WhichOneof("prompt")) is not None:
         kept.ClearField(prompt)
     sequence, trace = request.choices[0].sequence, request.trace
-    kept.request_id = id_text(request.id)
+    kept.request_id = id_text(request.name)
     kept.max_tokens = sequence.max_tokens
     kept.cache_salt = sequence.cache_salt
     kept.sampling.seed = sequence.sampling.seed
     return AcceptedRequest(
         request_id=request.id,
-        message=kept.SerializeToString(),
+        message=_envelope(kept, request.tenant),
         prompt=resolved.prompt,
         bad_words=resolved.bad_words,
         grammar=resolved.grammar,
@@ -86,7 +88,8 @@ def restored(
     """Recreate a journalled request, without its output. Raises InvalidRequest."""
     accepted = journalled.accepted
     try:
-        message = inference_pb2.GenerateRequest.FromString(accepted.message)
+        envelope = serve_pb2.SubmitEnvelope.FromString(accepted.message)
+        message = inference_pb2.GenerateRequest.FromString(envelope.request)
     except DecodeError as error:
         raise InvalidRequest(f"its message cannot be decoded: {error}") from error
     _check_tokens(journalled, model.config.vocab_size)
@@ -101,7 +104,13 @@ def restored(
         public=public,
     )
     request.attach_digest = accepted.attach_digest
+    request.name, request.tenant = request_id_of(message), envelope.tenant
     return request
+
+
+def _envelope(message: inference_pb2.GenerateRequest, tenant: str) -> bytes:
+    """A message and whose it is, as gateways submit it."""
+    return serve_pb2.SubmitEnvelope(request=message.SerializeToString(), tenant=tenant).SerializeToString()
 
 
 def _check_tokens(journalled: JournalledRequest, vocab_size: int) -> None:
@@ -123,10 +132,14 @@ TEXT_THREADS, TEXTS_PER_CLIENT = 3, 2
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """One Generate call; `number` is the order of arrival, `is_large` if parsing takes milliseconds."""
+    """One Generate call; `number` is the order of arrival, `is_large` if parsing takes milliseconds.
+
+    `name` is the caller's id for the request, and `request_id` the one under which it is served.
+    """
 
     message: inference_pb2.GenerateRequest
     caller: CallContext
+    name: RequestId
     request_id: RequestId
     arrived_s: float
     number: int
@@ -161,6 +174,7 @@ class RequestHandler:
         # Caches end with this process, so their salts do, too.
         self._salt_secret = new_secret()
         self._arrivals = count()
+        self._arriving: set[RequestId] = set()
         self._texts = TenantThreads(TEXT_THREADS, per_tenant=TEXTS_PER_CLIENT, name="tokenizer")
         self._grammars = ClientGrammars(
             lambda sampling, bad_words: compile_grammar(sampling, model, bad_words)
@@ -183,14 +197,17 @@ class RequestHandler:
             message = await self._decode(data, caller)
             if tokens_only:
                 message.output = inference_pb2.OUTPUT_TOKENS_ONLY
-            request_id, arrived_s = request_id_of(message), self._engine.now_s()
-        arrival = _Arrival(
-            message, caller, request_id, arrived_s, next(self._arrivals), len(data) > INLINE_BYTES
-        )
-        with self._traces.arrival(request_id, caller.span, arrived_s) as trace:
+            name, arrived_s = request_id_of(message), self._engine.now_s()
+        with (
+            self._unused_id(name) as request_id,
+            self._traces.arrival(request_id, caller.span, arrived_s) as trace,
+        ):
             try:
+                number, is_large = next(self._arrivals), len(data) > INLINE_BYTES
+                arrival = _Arrival(message, caller, name, request_id, arrived_s, number, is_large)
                 request, resolved = await self._prepare(arrival)
                 request.trace, request.attach_digest = trace, attach_digest
+                request.name, request.tenant = name, caller.tenant
                 return self._engine.submit(
                     request,
                     deadline_s=caller.deadline_s,
@@ -198,8 +215,19 @@ class RequestHandler:
                     open_stream=open_stream,
                 )
             except ServingError as error:
-                error.request_id = request_id
+                error.request_id = name
                 raise
+
+    @contextmanager
+    def _unused_id(self, name: RequestId) -> Iterator[RequestId]:
+        """The id under which a request is served: its name, unless a request of any tenant has that id."""
+        is_used = name in self._arriving or self._engine.registry.has(name)
+        request_id = new_request_id() if is_used else name
+        self._arriving.add(request_id)
+        try:
+            yield request_id
+        finally:
+            self._arriving.discard(request_id)
 
     async def _decode(self, data: bytes, caller: CallContext) -> inference_pb2.GenerateRequest:
         """Decode large messages on another thread, since they take milliseconds."""
@@ -218,7 +246,7 @@ class RequestHandler:
         message, request_id, is_large = arrival.message, arrival.request_id, arrival.is_large
         caller, client = arrival.caller, arrival.caller.client
         message.cache_salt = tenant_salt(self._salt_secret, caller.tenant, message.cache_salt)
-        self._engine.check_accepts(request_id)
+        self._engine.check_accepts(arrival.name, caller.tenant)
 
         def place(priority: Priority, choice: int) -> QueueOrder:
             return self._place(priority, arrival.arrived_s, arrival.number, choice)

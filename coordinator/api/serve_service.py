@@ -207,9 +207,11 @@ class ServeStream:
             self._fail(message.number, error)
 
     def _attach(self, message: inference_pb2.AttachNumber) -> None:
-        request_id = decode_request_id(message.request.request_id)
+        name = decode_request_id(message.request.request_id)
         tenant = tenant_of(self._caller.identity, message.tenant)
-        self._secrets.check("Serve", request_id, message.attach_secret, tenant=tenant, host=self._caller.host)
+        request_id = self._secrets.check(
+            "Serve", name, message.attach_secret, tenant=tenant, host=self._caller.host
+        )
         self._engine.attach(
             request_id,
             decode_positions(message.request),
@@ -327,7 +329,7 @@ def encode_batch(message: BatchMessage) -> inference_pb2.ServeResponse:
 
 def _encode_acceptance(acceptance: Accepted, message: inference_pb2.Accepted) -> None:
     request = acceptance.request
-    message.number, message.request_id = acceptance.number, id_text(request.id)
+    message.number, message.request_id = acceptance.number, id_text(request.name)
     message.attach_secret, message.client_state = acceptance.secret, acceptance.client_state
     message.num_tokens.extend(choice.buffer.num_readable_tokens for choice in request.choices)
     message.has_ended = not request.is_live

@@ -147,10 +147,10 @@ class Engine:
         """See `Admission.preparing`."""
         return self.admission.preparing(client, num_sequences, client_limit=client_limit)
 
-    def check_accepts(self, request_id: RequestId) -> None:
-        """Raise JournalUnavailable or RequestSuspended, and RequestExists if the id is in use."""
+    def check_accepts(self, name: RequestId, tenant: str = "") -> None:
+        """Raise JournalUnavailable or RequestSuspended, and RequestExists if the tenant uses this name."""
         self._durability.check()
-        self._registry.check_new(request_id)
+        self._registry.check_new(name, tenant)
 
     @property
     def has_journal(self) -> bool:
@@ -199,7 +199,7 @@ class Engine:
             JournalUnavailable: the record could not be written.
         """
         self.deliver()
-        self._registry.check_new(request.id)
+        self._registry.check_new(request.name, request.tenant)
         self.admission.check_queue(request.client, len(request.choices))
         if (error := plan_limit_error(request, self._max_sequence_tokens)) is not None:
             raise error
@@ -236,10 +236,15 @@ class Engine:
         self._durability.set_deadline(stream.request, deadline_s, now_s=self._clock())
         return stream
 
-    def check_secret(self, request_id: RequestId, secret: str, *, tenant: str = "") -> None:
-        """Raise RequestNotFound for an unknown id, AttachSecretMismatch for a wrong secret or tenant."""
+    def check_secret(self, name: RequestId, secret: str, *, tenant: str = "") -> RequestId:
+        """Return the id of a tenant's request.
+
+        Raises RequestNotFound for a name that no request of the tenant has, and AttachSecretMismatch.
+        """
         self._durability.check_not_suspended()
-        check_attach_secret(secret, self._registry.find(request_id).attach_digest, tenant)
+        request = self._registry.find_named(name, tenant)
+        check_attach_secret(secret, request.attach_digest, tenant)
+        return request.id
 
     def restore(self, request: Request, *, ended: RequestEnd | None) -> None:
         """Add a request that was restored from the journal, without a reader.

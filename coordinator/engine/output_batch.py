@@ -96,7 +96,7 @@ class NumberedStream(OutputStream):
         self.batch.wake()
 
     def supersede(self) -> None:
-        request = id_text(self.request.id)
+        request = id_text(self.request.name)
         self.batch.fail(self.number, Superseded(f"another call attached to request {request}"))
 
     def collect(self, message: BatchMessage) -> bool:

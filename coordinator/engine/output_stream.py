@@ -92,7 +92,7 @@ class OutputStream:
         """
         while True:
             if self._is_superseded:
-                raise Superseded(f"another call attached to request {id_text(self.request.id)}")
+                raise Superseded(f"another call attached to request {id_text(self.request.name)}")
             if (output := self._next_prompt_logprobs()) is not None:
                 yield output
             elif (choice := self._unread_choice()) is not None:

@@ -180,7 +180,8 @@ class Request:
             == [(request_id, index) for index in range(len(choices))],
             "choice keys must be (request id, 0), (request id, 1), ...",
         )
-        self._id = request_id
+        self._id = self.name = request_id
+        self.tenant = ""
         self._choices = tuple(choices)
         self.client = client
         self.client_state = client_state
@@ -204,6 +205,7 @@ class Request:
 
     @property
     def id(self) -> RequestId:
+        """Unique among all requests. The client's `name` for it, unless another tenant's request has that."""
         return self._id
 
     @property
@@ -367,6 +369,8 @@ class RequestRegistry:
     def __init__(self) -> None:
         self._live: dict[RequestId, Request] = {}
         self._kept: dict[RequestId, Request] = {}
+        self._named: dict[tuple[str, RequestId], Request] = {}
+        """Live and kept requests by tenant and its name for them."""
         self._shares = TenantCache[RequestId, Request](max_entries=MAX_KEPT, max_bytes=MAX_KEPT_STATE_BYTES)
         self._num_live_of: Counter[str] = Counter()
 
@@ -383,17 +387,17 @@ class RequestRegistry:
         """Sequences of the client's live requests, ended choices included."""
         return self._num_live_of[client]
 
-    def check_new(self, request_id: RequestId) -> None:
-        """Raise RequestExists if the id is in use."""
-        if request_id in self._live:
-            raise RequestExists(f"request {id_text(request_id)} is already live")
-        if request_id in self._kept:
-            raise RequestExists(f"request {id_text(request_id)} has ended and its output is kept")
+    def check_new(self, name: RequestId, tenant: str = "") -> None:
+        """Raise RequestExists if a request of the tenant has this name."""
+        if (known := self._named.get((tenant, name))) is not None:
+            state = "is already live" if known.is_live else "has ended and its output is kept"
+            raise RequestExists(f"request {id_text(name)} {state}")
 
     def add(self, request: Request) -> None:
         """Add a new live request. Raises RequestExists."""
-        self.check_new(request.id)
-        self._live[request.id] = request
+        self.check_new(request.name, request.tenant)
+        require(not self.has(request.id), "a request of another tenant has this id")
+        self._live[request.id] = self._named[request.tenant, request.name] = request
         self._num_live_of[request.client] += len(request.choices)
 
     def live_request(self, request_id: RequestId) -> Request | None:
@@ -416,22 +420,34 @@ class RequestRegistry:
             raise RequestNotFound(f"request {id_text(request_id)} not found")
         return request
 
+    def find_named(self, name: RequestId, tenant: str) -> Request:
+        """Find a request of a tenant. Raises RequestNotFound, also for those of others."""
+        if (request := self._named.get((tenant, name))) is None:
+            raise RequestNotFound(f"request {id_text(name)} not found")
+        return request
+
     def end(self, request: Request) -> None:
         """Remove an ended request from the live ones and keep it if requested."""
         del self._live[request.id]
         self._num_live_of[request.client] -= len(request.choices)
         if not self._num_live_of[request.client]:
             del self._num_live_of[request.client]
-        if request.is_kept:
+        if not request.is_kept:
+            del self._named[request.tenant, request.name]
+        else:
             self._kept[request.id] = request
             size_bytes = len(request.client_state)
             for oldest in self._shares.add(request.client, request.id, request, num_bytes=size_bytes):
-                del self._kept[oldest.id]
+                self._drop(oldest)
 
     def forget(self, request_id: RequestId) -> None:
         """Remove a kept request."""
-        request = self._kept.pop(request_id)
+        request = self._kept[request_id]
+        self._drop(request)
         self._shares.remove(request.client, request_id)
+
+    def _drop(self, request: Request) -> None:
+        del self._kept[request.id], self._named[request.tenant, request.name]
 
     def expire(self, now_s: float) -> None:
         """Remove expired requests."""

@@ -34,8 +34,8 @@ class JournalFailed(Exception):
 class AcceptedRequest:
     """All data to recreate a request.
 
-    `message` is the client's message, encoded without its prompt, with the resolved id, seed and
-    `max_tokens`. `traceparent` (W3C) is the request's span, which the next coordinator ends;
+    `message` is the client's message with its tenant, encoded without its prompt, with the resolved id, seed
+    and `max_tokens`. `traceparent` (W3C) is the request's span, which the next coordinator ends;
     `caller_traceparent` is the caller's. Both may be empty. `attach_digest` is the SHA-256 of the attach
     secret.
     """

@@ -17,13 +17,14 @@ from certificates.identity import Role
 from gateway.config import GatewayConfig
 from gateway.server import GatewayServer
 from stageline.client.client import Client
-from stageline.client.errors import Cancelled, PermissionDenied
+from stageline.client.errors import Cancelled, RequestNotFound
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.calls import message, until, until_ready
 from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.numbered_calls import SECRET, Gateway
-from tests.integration.test_mock_cluster import mock_cluster
+from tests.integration.test_mock_cluster import VOCAB_SIZE, mock_cluster
 from tests.issued import Certificates, careless_channel
+from tests.mock_answers import mock_tokens
 from web.api_keys import changed_keys, new_key
 from wire.channels import ATTACH_SECRET_KEY, TENANT_KEY
 from wire.transport import PLAIN
@@ -112,13 +113,35 @@ async def test_attach_and_cancel_need_the_tenant_of_the_request() -> None:
             other = await gateway.attach(mine, tenant=tenant, observe=True)
             await gateway.until(lambda other=other: other.is_ended)
             assert other.failure is not None
-            assert other.failure.reason == "ATTACH_SECRET_MISMATCH"
+            assert other.failure.reason == "REQUEST_NOT_FOUND"
             assert await cancel_outcome(cluster.address, mine.request_id, tenant) == (
-                grpc.StatusCode.PERMISSION_DENIED
+                grpc.StatusCode.NOT_FOUND
             )
         again = await gateway.attach(mine, tenant="ann", observe=True)
         await gateway.until(lambda: len(again.tokens[0]) >= 5)
         assert await cancel_outcome(cluster.address, mine.request_id, "ann") is grpc.StatusCode.OK
+
+
+async def test_an_id_of_another_tenants_request_is_served_like_an_unused_one() -> None:
+    request, same = message(PROMPT[:4], 4000, keep_s=60.0), message(PROMPT[4:8], 3, keep_s=60.0)
+    same.request_id = request.request_id
+    async with mock_cluster(1, "step=5ms") as cluster, Gateway(cluster.address) as gateway:
+        mine = await gateway.submit(request, tenant="ann")
+        await gateway.until(lambda: len(mine.tokens[0]) >= 3)
+        for tenant in ("bob", ""):
+            other = await gateway.submit(same, tenant=tenant)
+            await gateway.until(lambda other=other: other.is_ended)
+            assert (other.failure, other.request_id) == (None, request.request_id)
+            assert other.tokens[0] == list(mock_tokens(PROMPT[4:8], 3, vocab_size=VOCAB_SIZE))
+            again = await gateway.attach(other, tenant=tenant, observe=True)
+            await gateway.until(lambda again=again: again.is_ended)
+            assert again.tokens[0] == other.tokens[0], "each finds its own"
+        refused = await gateway.submit(same, tenant="ann")
+        await gateway.until(lambda: refused.is_ended)
+        assert refused.failure is not None
+        assert refused.failure.reason == "REQUEST_EXISTS"
+        assert await cancel_outcome(cluster.address, mine.request_id, "ann") is grpc.StatusCode.OK
+        assert await cancel_outcome(cluster.address, mine.request_id, "bob") is grpc.StatusCode.OK
 
 
 async def test_the_certificate_of_a_client_is_its_tenant(tmp_path: Path) -> None:
@@ -133,9 +156,9 @@ async def test_the_certificate_of_a_client_is_its_tenant(tmp_path: Path) -> None
             assert done.usage.cached_tokens == expected
         mine = ann.generate(PROMPT[:4], max_tokens=3000, on_disconnect="detach", attach_secret=SECRET)
         request_id = (await anext(mine)).request_id
-        with pytest.raises(PermissionDenied, match="secret"):
+        with pytest.raises(RequestNotFound):
             await anext(bob.attach(request_id, secret=SECRET))
-        with pytest.raises(PermissionDenied, match="secret"):
+        with pytest.raises(RequestNotFound):
             await bob.cancel(request_id, secret=SECRET)
         await ann.cancel(request_id, secret=SECRET)
         with pytest.raises(Cancelled):

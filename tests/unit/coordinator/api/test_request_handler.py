@@ -12,6 +12,7 @@ from coordinator.engine.request import Request
 from coordinator.journal.records import JournalledRequest, RequestProgress
 from stageline_rpc.v1 import inference_pb2
 from tests.unit.coordinator.api.small_requests import MODEL, PLAN, place, request_of
+from wire.ids import new_request_id
 
 
 def both(message: inference_pb2.GenerateRequest) -> tuple[Request, Request]:
@@ -64,3 +65,16 @@ def test_a_long_text_is_journalled_as_tokens_only() -> None:
     assert len(accepted.message) < 100
     assert len(accepted.prompt) == 300
     assert message.text, "the client's message is left as it was"
+
+
+def test_a_restored_request_keeps_its_tenant_and_its_name() -> None:
+    message, name = request_of(1, 2, 3), new_request_id()
+    resolved = resolve_texts(message, MODEL)
+    request = make_request(
+        message, resolved, request_id_of(message), model=MODEL, plan=PLAN, client="ann", place=place
+    )
+    request.name, request.tenant = name, "ann"
+    accepted = accepted_of(message, resolved, request, arrived_at=1.0, deadline_at=None)
+    journalled = JournalledRequest(accepted=accepted, progress=RequestProgress(), end=None)
+    again = restored(journalled, MODEL, place)
+    assert (again.id, again.name, again.tenant) == (request.id, name, "ann")

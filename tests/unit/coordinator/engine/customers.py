@@ -126,7 +126,7 @@ class Customer:
     def _check_end(self) -> None:
         """A call ends when all output is read, then with the error of the request if there is one."""
         assert not self.request.is_live
-        assert self.call.error is self.request.error
+        assert repr(self.call.error) == repr(self.request.error)
         if self.call.error is None:
             assert all(self.has_last)
         for choice, num_tokens in zip(self.request.choices, self.num_tokens, strict=True):

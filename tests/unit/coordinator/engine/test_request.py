@@ -10,7 +10,7 @@ from coordinator.engine.request import MAX_KEPT, Request, RequestRegistry
 from coordinator.scheduler.sequence import SequenceState
 from tests.unit.coordinator.engine.request_cases import RequestCase
 from wire.errors import InvariantBroken, RequestCancelled, RequestExists, RequestNotFound
-from wire.ids import id_text
+from wire.ids import RequestId, id_text, new_request_id
 
 
 def end(registry: RequestRegistry, request: Request, *, now_s: float = 0.0) -> None:
@@ -170,3 +170,30 @@ def test_the_error_of_a_request_is_a_new_exception_for_each_reader() -> None:
             raise request.error or AssertionError
     assert request.error is not None
     assert request.error.__traceback__ is None
+
+
+def named(name: RequestId, tenant: str, *, keep_s: float | None = None) -> Request:
+    request = RequestCase(keep_s=keep_s, client=tenant).request()
+    request.name, request.tenant = name, tenant
+    return request
+
+
+def test_names_of_requests_are_those_of_a_tenant() -> None:
+    registry, name = RequestRegistry(), new_request_id()
+    mine, other = named(name, "ann"), named(name, "bob", keep_s=5.0)
+    for request in (mine, other):
+        registry.check_new(name, request.tenant)
+        registry.add(request)
+        assert registry.find_named(name, request.tenant) is registry.find(request.id) is request
+    with pytest.raises(RequestExists, match="is already live"):
+        registry.add(named(name, "ann"))
+    with pytest.raises(RequestNotFound):
+        registry.find_named(name, "")
+    end(registry, mine)
+    end(registry, other)
+    with pytest.raises(RequestNotFound):
+        registry.find_named(name, "ann")
+    with pytest.raises(RequestExists, match="its output is kept"):
+        registry.check_new(name, "bob")
+    registry.forget(other.id)
+    registry.check_new(name, "bob")
