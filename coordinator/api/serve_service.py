@@ -176,7 +176,7 @@ class ServeStream:
     def _begin(self, message: Any, run: Callable[[Any], None]) -> None:
         """Run a command that takes a new number; its failure ends the number."""
         try:
-            self.batch.reserve(message.number, message.credit)
+            self.batch.reserve(message.number, message.credit, tenant=message.tenant)
         except (InvalidRequest, Overloaded) as error:
             self.batch.reject(message.number, error)
             return

@@ -1,6 +1,7 @@
 """The output of all requests of one Serve stream: columns of tokens, one message per step."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,9 +11,10 @@ from coordinator.engine.request import Choice, Request
 from wire.errors import InvalidRequest, Overloaded, RequestNotFound, ServingError, Superseded
 from wire.ids import id_text
 from wire.steps import TokenLogprobs
+from wire.tenant_shares import has_room
 
 MAX_NUMBERS = 4096
-"""Live requests of one stream."""
+"""Live requests of one stream. A tenant has its equal part of them although others have filled them."""
 
 MESSAGE_TOKENS = 4096
 """Tokens in a message."""
@@ -195,6 +197,7 @@ class OutputBatch:
         self._on_end = on_end
         self._reserved: dict[int, int] = {}  # credit by number
         self._streams: dict[int, NumberedStream] = {}
+        self._tenants: dict[int, str] = {}
         self._last_number = -1
         self._changed: dict[NumberedStream, None] = {}
         self._next = BatchMessage()
@@ -202,16 +205,20 @@ class OutputBatch:
         self._is_closed = False
         self._error: Exception | None = None
 
-    def reserve(self, number: int, credit: int) -> None:
+    def reserve(self, number: int, credit: int, *, tenant: str = "") -> None:
         """Reserve a new number. Raises InvalidRequest, and Overloaded above `MAX_NUMBERS`."""
         if number <= self._last_number:
             raise InvalidRequest(
                 f"number is {number}, must be greater than {self._last_number}, the last one"
             )
-        if (num_live := len(self._reserved) + len(self._streams)) >= MAX_NUMBERS:
+        num_live = len(self._tenants)
+        if num_live >= MAX_NUMBERS and not has_room(
+            Counter(self._tenants.values()), tenant, 1, limit=MAX_NUMBERS
+        ):
             raise Overloaded(f"{num_live} requests are live on this stream, the limit is {MAX_NUMBERS}")
         self._last_number = number
         self._reserved[number] = credit
+        self._tenants[number] = tenant
 
     def open(self, opening: NumberedOpening, request: Request, positions: Positions) -> NumberedStream:
         """Begin to read the request of a reserved number. Raises InvalidRequest for the positions."""
@@ -251,13 +258,16 @@ class OutputBatch:
             self._end(stream)
         elif credit is None:
             return
+        else:
+            del self._tenants[number]
         failures = self._next.failures
         failures.append(Failure(number, error))
         self.wake()
 
     def end(self, number: int) -> None:
         """End a number without a message; no effect after its end."""
-        self._reserved.pop(number, None)
+        if self._reserved.pop(number, None) is not None:
+            del self._tenants[number]
         if (stream := self._streams.get(number)) is not None:
             self._end(stream)
 
@@ -320,6 +330,6 @@ class OutputBatch:
         return message
 
     def _end(self, stream: NumberedStream) -> None:
-        del self._streams[stream.number]
+        del self._streams[stream.number], self._tenants[stream.number]
         self._changed.pop(stream, None)
         self._on_end(stream)

@@ -1,4 +1,7 @@
-"""`python -m tests.churn --minutes 30 --rate 20`: detects memory growth of the coordinator."""
+"""`python -m tests.churn --minutes 30 --rate 20`: detects memory growth of the coordinator.
+
+With `--refusals 10000`, of a gateway, after that many refused or failed requests of each kind.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import asyncio
 import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from tests.churn.refusals import run_refusals
 from tests.churn.run import ChurnConfig, run_churn
 from tests.temporary import INTERRUPTED, LOGS_HELP, end_in_order, unused_directory
 
@@ -19,6 +24,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="duration (default 30)")
     parser.add_argument("--rate", type=float, default=20.0, help="requests per second (default 20)")
     parser.add_argument("--seed", type=int, default=1, help="order and content of the requests (default 1)")
+    parser.add_argument("--refusals", type=int, metavar="N", help="refused requests of each kind instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all samples and counts to FILE")
     parser.add_argument("--logs", type=unused_directory, metavar="DIR", help=LOGS_HELP)
     given = parser.parse_args()
@@ -29,6 +35,8 @@ def main() -> int:
         seconds=given.minutes * 60, rate=given.rate, seed=given.seed, logs=given.logs, say=say
     )
     end_in_order()
+    if given.refusals is not None:
+        return _refusals(given.refusals, given.logs, say)
     try:
         report = asyncio.run(run_churn(config))
     except KeyboardInterrupt:
@@ -38,6 +46,14 @@ def main() -> int:
     for problem in report.problems[:20]:
         say(f"PROBLEM: {problem}")
     say(report.line())
+    return 0 if report.has_passed else 1
+
+
+def _refusals(number: int, logs: Path | None, say: Callable[[str], None]) -> int:
+    try:
+        report = asyncio.run(run_refusals(number, logs=logs, say=say))
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return 0 if report.has_passed else 1
 
 

@@ -223,6 +223,24 @@ def test_numbers_increase_and_are_limited(monkeypatch: pytest.MonkeyPatch) -> No
     batch.reserve(5, 1)
 
 
+def test_a_tenant_has_its_part_of_the_numbers_that_another_one_has_filled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output_batch, "MAX_NUMBERS", 4)
+    batch = Readings().batch
+    for number in range(4):
+        batch.reserve(number, 1, tenant="flood")
+    for number in (4, 5):
+        batch.reserve(number, 1, tenant="quiet")
+    for tenant in ("flood", "quiet"):
+        with pytest.raises(Overloaded):
+            batch.reserve(6, 1, tenant=tenant)
+    for number in range(6):
+        batch.end(number)
+    for number in range(6, 10):
+        batch.reserve(number, 1, tenant="flood")
+
+
 async def test_a_closed_batch_sends_what_is_left() -> None:
     readings = Readings()
     batch = readings.batch
