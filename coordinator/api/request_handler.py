@@ -161,7 +161,7 @@ class RequestHandler:
         public: PublicPrefixes = NO_PUBLIC_PREFIXES,
     ) -> None:
         """`max_model_len` (default: the model's) also limits messages; `priority_age_s` is worth a class."""
-        self._engine = engine
+        self._engine, self._registry = engine, engine.registry
         self._state, self._availability = controller.state, controller.availability
         self._model = model
         self._traces = traces
@@ -221,7 +221,7 @@ class RequestHandler:
     @contextmanager
     def _unused_id(self, name: RequestId) -> Iterator[RequestId]:
         """The id under which a request is served: its name, unless a request of any tenant has that id."""
-        is_used = name in self._arriving or self._engine.registry.has(name)
+        is_used = name in self._arriving or self._registry.has(name)
         request_id = new_request_id() if is_used else name
         self._arriving.add(request_id)
         try:

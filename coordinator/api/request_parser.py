@@ -393,7 +393,6 @@ def make_request(
             sampling=generation.sampling,
             stop_token_ids=generation.stop_token_ids,
             order=place(priority, index),
-            client=client,
             cache_salt=message.cache_salt,
             num_public_tokens=num_public,
             shares_cache=not message.HasField("prefix_cache") or message.prefix_cache,

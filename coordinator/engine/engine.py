@@ -237,10 +237,7 @@ class Engine:
         return stream
 
     def check_secret(self, name: RequestId, secret: str, *, tenant: str = "") -> RequestId:
-        """Return the id of a tenant's request.
-
-        Raises RequestNotFound for a name that no request of the tenant has, and AttachSecretMismatch.
-        """
+        """Return the id of a tenant's request. Raises RequestNotFound and AttachSecretMismatch."""
         self._durability.check_not_suspended()
         request = self._registry.find_named(name, tenant)
         check_attach_secret(secret, request.attach_digest, tenant)

@@ -175,11 +175,7 @@ class Request:
         """`num_top_prompt_logprobs` alternatives per prompt token are reported to the client, and
         `num_top_echoed` with an echoed prompt; None reports none.
         """
-        require(
-            [choice.sequence.key for choice in choices]
-            == [(request_id, index) for index in range(len(choices))],
-            "choice keys must be (request id, 0), (request id, 1), ...",
-        )
+        _take_choices(request_id, choices, client)
         self._id = self.name = request_id
         self.tenant = ""
         self._choices = tuple(choices)
@@ -350,6 +346,16 @@ class Request:
         require(not self.live_sequences, "request ended before its last sequence")
         self._ended_s = now_s
         self._error = error
+
+
+def _take_choices(request_id: RequestId, choices: abc.Sequence[Choice], client: str) -> None:
+    """Make the choices of a request those of its client. Raises InvariantBroken for choices of another."""
+    require(
+        [choice.sequence.key for choice in choices] == [(request_id, index) for index in range(len(choices))],
+        "choice keys must be (request id, 0), (request id, 1), ...",
+    )
+    for choice in choices:
+        choice.sequence.client = client
 
 
 def _with_top(logprobs: abc.Sequence[TokenLogprobs | None], num_top: int) -> tuple[TokenLogprobs | None, ...]:

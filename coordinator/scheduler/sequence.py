@@ -155,7 +155,6 @@ class Sequence:
         sampling: StepSampling,
         stop_token_ids: frozenset[int],
         order: QueueOrder,
-        client: str = "",
         cache_salt: str = "",
         num_public_tokens: int = 0,
         shares_cache: bool = True,
@@ -172,7 +171,7 @@ class Sequence:
         self._max_length = len(prompt) + max_tokens
         self._sampling = sampling
         self._stop_token_ids = stop_token_ids
-        self.order, self.client = order, client
+        self.order, self.client = order, ""
         self._cache_salt, self.num_public_tokens = cache_salt, num_public_tokens
         self._shares_cache = shares_cache
         self._num_to_score = len(prompt) - 1 if wants_prompt_logprobs else 0

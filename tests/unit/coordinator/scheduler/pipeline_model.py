@@ -153,8 +153,8 @@ class PipelineModel:
             sampling=GREEDY,
             stop_token_ids=stop_token_ids,
             order=QueueOrder(0.0, number),
-            client=client,
         )
+        sequence.client = client
         self.clients[sequence.key] = _Client(sequence, *solo_run(prompt, max_tokens, stop_token_ids))
         self.scheduler.add(sequence)
         self.pump()
