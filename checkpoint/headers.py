@@ -28,6 +28,10 @@ from checkpoint.files import has_params, is_named, open_regular, parse_json_obje
 
 MAX_HEADER_BYTES = 100_000_000
 """The reference implementation's limit."""
+MAX_RANK = 16
+"""Dimensions of a tensor; models have up to 5."""
+MAX_NUMBER = 2**63 - 1
+"""Largest dimension and file position."""
 
 _DTYPES: Mapping[str, DType | PackedDType] = {kind.name: kind for kind in (*DType, *PackedDType)}
 
@@ -97,7 +101,7 @@ def _parse_entry(path: Path, file: str, name: str, info: object, data_begin: int
     offsets = _naturals(path, name, "data_offsets", info["data_offsets"])
     dtype = _DTYPES.get(info["dtype"]) if isinstance(info["dtype"], str) else None
     if dtype is None:
-        raise UnsupportedModel(f"{path}: tensor {name} has unsupported dtype {info['dtype']!r}")
+        raise UnsupportedModel(f"{path}: tensor {name} has unsupported dtype {info['dtype']!r:.80}")
     if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * dtype.size_bytes:
         raise BadHeader(f"{path}: tensor {name} of {dtype.value} {shape} has data_offsets {offsets}")
     return TensorEntry(file, dtype, shape, data_begin + offsets[0], data_begin + offsets[1])
@@ -112,9 +116,15 @@ def _check_unicode(path: Path | str, name: str) -> None:
 
 
 def _naturals(path: Path, name: str, field: str, value: object) -> tuple[int, ...]:
-    if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value):
-        return tuple(value)
-    raise BadHeader(f"{path}: tensor {name} has {field} {value!r}")
+    """Bounded before anything is computed with them: a header has room for millions of numbers."""
+    if not isinstance(value, list) or len(value) > MAX_RANK:
+        described = f"{len(value)} numbers" if isinstance(value, list) else f"{value!r:.80}"
+        raise BadHeader(f"{path}: tensor {name} has {field} {described}, the limit is a list of {MAX_RANK}")
+    if not all(type(item) is int and 0 <= item <= MAX_NUMBER for item in value):
+        raise BadHeader(
+            f"{path}: tensor {name} has {field} {value!r:.200}, expected integers from 0 to {MAX_NUMBER}"
+        )
+    return tuple(value)
 
 
 def _check_no_gaps(path: Path, tensors: Mapping[str, TensorEntry], data_begin: int, size_bytes: int) -> None:
@@ -184,13 +194,23 @@ def _read_sharded(directory: Path, index: str) -> Headers:
     tensors: dict[str, TensorEntry] = {}
     for shard in shards:
         for name, entry in shard.tensors.items():
-            if weight_map.get(name) != shard.file:
-                raise BadHeader(f"{index} places tensor {name} in {weight_map.get(name)}, not {shard.file}")
+            if (file := weight_map.get(name)) != shard.file:
+                raise _misplaced(index, name, shard.file, file)
             tensors[name] = entry
     for name, file in weight_map.items():
         if name not in tensors:
             raise MissingTensor(f"{index} places tensor {name} in {file}, which does not contain it")
     return Headers(tensors=tensors, shards=shards)
+
+
+def _misplaced(index: str, name: str, holder: str, listed: str | None) -> BadHeader:
+    """The error for a tensor in file `holder` for which the index lists another file or none."""
+    if listed is None:
+        return BadHeader(
+            f"{holder} has tensor {name}, which {index} does not list: add it to weight_map, or write the"
+            " file again without it"
+        )
+    return BadHeader(f"{index} places tensor {name} in {listed}, not {holder}")
 
 
 def parse_weight_map(text: bytes, source: str) -> dict[str, str]:

@@ -78,9 +78,9 @@ def _changes(given: object, num_layers: int) -> dict[int, dict[str, object]]:
     if not isinstance(given, dict):
         raise BadConfig(f"config field 'per_layer_config' must be an object, is {given!r}")
     found = {}
+    layers = {str(layer): layer for layer in range(num_layers)}
     for name, changes in given.items():
-        layer = int(name) if str(name).isdecimal() else num_layers
-        if layer >= num_layers or not isinstance(changes, dict):
+        if (layer := layers.get(name)) is None or not isinstance(changes, dict):
             raise BadConfig(
                 f"config field 'per_layer_config' must have objects of layers 0 to {num_layers - 1}, has"
                 f" {name!r}: {changes!r}"

@@ -22,7 +22,7 @@ from checkpoint.headers import TensorEntry
 from checkpoint.rope_config import FULL, SLIDING
 from checkpoint.wrappers import WRAPPERS, is_wrapper
 
-_IN_LAYER = re.compile(r"(?P<prefix>(?:.*?\.)?(?:layers|h|blocks)\.)(?P<layer>\d+)\.(?P<name>.+)")
+_IN_LAYER = re.compile(r"(?P<prefix>(?:.*?\.)?(?:layers|h|blocks)\.)(?P<layer>[0-9]{1,9})\.(?P<name>.+)")
 _BEFORE = re.compile(r"(^|\.)(embed|wte|tok_emb|word_emb)")
 """Modules that compute the input of the first layer."""
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")

@@ -2,6 +2,7 @@
 
 from checkpoint import Attention, Blueprint, Dense, DType, LayerPlan, Norm, RopeConfig
 from checkpoint.config_fields import MAX_LAYERS
+from wire.digits import parse_digits
 
 NAME = "mock"
 
@@ -47,10 +48,9 @@ def mock_fingerprint(config: Blueprint) -> str:
 
 def _parse_size(name: str, text: str) -> int:
     limit = MAX_LAYERS if name == "layers" else _MOST
-    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(limit))
-    if not is_number or not 1 <= int(text) <= limit:
+    if not (size := parse_digits(text, limit=limit)):
         raise ValueError(f"mock model {name}={text!r}: expected a number from 1 to {limit}")
-    return int(text)
+    return size
 
 
 def _config(sizes: dict[str, int]) -> Blueprint:

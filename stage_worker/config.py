@@ -93,7 +93,7 @@ AUTO = "auto"
 """The device of a worker that takes a free GPU."""
 ALL_GPUS = "cuda:all"
 """The device of a process that runs one worker per GPU of its host."""
-_DEVICE = re.compile(rf"cpu|{AUTO}|{ALL_GPUS}|cuda(:\d+)?", re.ASCII)
+_DEVICE = re.compile(rf"cpu|{AUTO}|{ALL_GPUS}|cuda(:\d{{1,3}})?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 
 

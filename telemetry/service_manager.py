@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
 from wire.condition import Condition
+from wire.digits import parse_digits
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,9 @@ def _watchdog_s(environment: Mapping[str, str], pid: int) -> float | None:
     text = environment.get("WATCHDOG_USEC", "")
     if not text or environment.get("WATCHDOG_PID", str(pid)) != str(pid):
         return None  # it is not expected, or of another process
-    if not text.isascii() or not text.isdigit() or int(text) == 0:
+    if not (watchdog_us := parse_digits(text, limit=2**63 - 1)):
         raise ValueError(f"WATCHDOG_USEC is {text!r}, must be microseconds above 0")
-    return int(text) / 1e6
+    return watchdog_us / 1e6
 
 
 class ServiceManager:

@@ -26,6 +26,8 @@ from opentelemetry.sdk.trace.sampling import (
 from opentelemetry.trace import Link, SpanKind, TraceState
 from opentelemetry.util.types import Attributes
 
+from wire.digits import parse_digits
+
 _COMPRESSIONS = ("none", "gzip", "deflate")
 _FILES = ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")
 _HEADER = re.compile(r"\s*[!#$%&'*+.^_`|~0-9A-Za-z-]+\s*=.*")
@@ -133,11 +135,11 @@ def _interval_s(environment: Mapping[str, str]) -> float:
     text = environment.get("OTEL_METRIC_EXPORT_INTERVAL", "").strip()
     if not text:
         return DEFAULT_INTERVAL_S
-    if not text.isdecimal() or int(text) < 1:
+    if not (interval_ms := parse_digits(text, limit=2**31 - 1)):
         raise ValueError(
             f"OTEL_METRIC_EXPORT_INTERVAL is {text!r}, but must be a whole number of milliseconds"
         )
-    return int(text) / 1000
+    return interval_ms / 1000
 
 
 PROTOCOLS = ("grpc", "http/protobuf")

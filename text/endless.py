@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import unquote
 
+from wire.digits import parse_digits
+
 _Rule = TypeVar("_Rule")
 Rules = Mapping[_Rule, Sequence[AbstractSet[_Rule]]]
 """The alternatives of each rule; an alternative is the set of rules that it needs."""
@@ -306,7 +308,8 @@ def _target(root: Mapping[str, object], schema: Mapping[str, object]) -> _Place 
 
 def _member(node: object, name: str) -> object:
     if isinstance(node, list):
-        return node[int(name)] if name.isdecimal() and int(name) < len(node) else None
+        index = parse_digits(name, limit=len(node) - 1)
+        return None if index is None else node[index]
     return node.get(name) if isinstance(node, dict) else None
 
 

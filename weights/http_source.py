@@ -37,6 +37,7 @@ from weights.errors import (
 from weights.location import LOOPBACK, RemoteModel
 from weights.parallel import run_requests
 from weights.source import TIMEOUT_S, RangeBody, WeightSource
+from wire.digits import parse_digits
 
 MAX_REDIRECTS = 5
 NUM_HEADS = 8
@@ -49,7 +50,9 @@ MIN_WINDOW_BYTES = 64 * 1024
 _REDIRECTS = (301, 302, 303, 307, 308)
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 _MAX_REFUSAL_BYTES = 4096
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.ASCII)
+_MAX_BYTES = 2**63 - 1
+"""Largest size and position of bytes that a source may name."""
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.ASCII)
 
 Headers = Mapping[str, str]
 NO_HEADERS: Headers = {}
@@ -113,14 +116,17 @@ class HttpRanges:
         if response.status == 404:
             return None
         _check_status(response, where)
-        length = response.getheader("Content-Length", "")
-        if response.status != 200 or not length.isdecimal():
+        if response.status != 200 or not (length := response.getheader("Content-Length", "")):
             raise SourceRefused(f"{where} does not tell the size of the file (status {response.status})")
+        if (size_bytes := parse_digits(length, limit=_MAX_BYTES)) is None:
+            raise SourceUnavailable(
+                f"{where} answered Content-Length {length!r:.40}, expected a number of bytes"
+            )
         if not (validator := _validator(response)):
             raise SourceRefused(
                 f"{where} has neither a strong ETag nor Last-Modified, so a change would not be noticed"
             )
-        return FileHead(size_bytes=int(length), validator=validator)
+        return FileHead(size_bytes=size_bytes, validator=validator)
 
     def open(self, url: str, file: PinnedFile, begin: int, end: int, *, pins_url: bool = False) -> RangeBody:
         """Request a range. Raises like `WeightSource.open`.
@@ -218,7 +224,7 @@ class HttpRanges:
     def _new(self, parts: SplitResult) -> http.client.HTTPConnection:
         host, port = parts.hostname or "", parts.port
         proxy = urlsplit(self._proxies.get(parts.scheme, ""))
-        if proxy.hostname is None or urllib.request.proxy_bypass(host):
+        if proxy.hostname is None or host in LOOPBACK or urllib.request.proxy_bypass(host):
             if parts.scheme == "https":
                 return http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=self._context)
             return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
@@ -266,7 +272,7 @@ class _Connection:
                 self._connect()
                 self._connection.request(method, target, headers=sent)
                 return self._connection.getresponse()
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, http.client.HTTPException, UnicodeError) as error:  # of a host's name
                 self.disconnect()
                 if was_fresh or self.is_aborted:
                     self.close()
@@ -407,9 +413,14 @@ def _end_body(response: http.client.HTTPResponse, connection: _Connection) -> No
 
 
 def _redirected(url: str, response: http.client.HTTPResponse, shown: str, *, allows_http: bool) -> str:
-    """The address that a response names; plain http is for loopback. Raises SourceRefused."""
+    """The address that a response names; plain http is for loopback.
+
+    Raises SourceRefused, and SourceUnavailable for a damaged address.
+    """
     if not (location := response.getheader("Location", "")):
         raise SourceRefused(f"{shown} answered {response.status} without an address")
+    if not location.isascii():
+        raise SourceUnavailable(f"{shown} redirects to {location!r:.100}, which is not ASCII")
     try:
         found = urljoin(url, location)
         parts = urlsplit(found)
@@ -444,7 +455,7 @@ def _refusal(response: http.client.HTTPResponse, shown: str) -> SourceError:
     """The error for an answer of a process of a cluster other than the requested bytes."""
     try:
         problem = str(json.loads(response.read(_MAX_REFUSAL_BYTES))["error"])
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, RecursionError):
         problem = response.reason
     text = f"{shown} answered {response.status}: {problem:.300}"
     if response.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
@@ -469,9 +480,11 @@ def _check_range(
         if (got := _validator(response)) != file.validator:
             raise _changed(shown, file, got)
         raise RangesIgnored(f"{shown} ignores byte ranges: use a server that answers them with status 206")
-    found = _CONTENT_RANGE.fullmatch(response.getheader("Content-Range", ""))
-    if response.status != 206 or found is None:
+    place = response.getheader("Content-Range", "")
+    if response.status != 206 or not place:
         raise SourceRefused(f"{shown} answered a range with status {response.status} and no Content-Range")
+    if (found := _CONTENT_RANGE.fullmatch(place)) is None:
+        raise SourceUnavailable(f"{shown} answered Content-Range {place!r:.60} for {begin}-{end - 1}")
     if found[3] not in ("*", str(file.size_bytes)):
         raise SourceChanged(f"{shown} has {found[3]} bytes, had {file.size_bytes} when the model was opened")
     if (int(found[1]), int(found[2])) != (begin, end - 1):
@@ -493,8 +506,8 @@ def _validator(response: http.client.HTTPResponse) -> str:
 
 def _retry_after_s(text: str) -> float | None:
     """Seconds of a Retry-After header, which may be a time instead (RFC 9110, section 10.2.3)."""
-    if text.isdecimal():
-        return float(text)
+    if text.isascii() and text.isdigit():
+        return float(text)  # infinite for too many digits
     try:
         return max(0.0, parsedate_to_datetime(text).timestamp() - time())
     except (ValueError, OverflowError):

@@ -68,7 +68,7 @@ class PeerConnections:
         text = self._ranges.read_text(url, max_bytes=MAX_TRACKER_BYTES)
         try:
             return [_parse_peer(entry) for entry in json.loads(text)["peers"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise SourceRefused(f"{url} did not answer a list of peers: {type(error).__name__}") from None
 
     def _url(self, address: str, *file: str) -> str:

@@ -14,6 +14,7 @@ from coordinator.observability.trace_reader import TraceReader
 from coordinator.observability.trace_store import AddResult, TraceStore
 from stageline_rpc.v1 import telemetry_pb2, telemetry_pb2_grpc
 from telemetry.trace_view.facts import TraceSummary, encode_summary
+from wire.digits import parse_digits
 from wire.errors import InvalidRequest, MessageTooLarge
 from wire.message_scan import MessageScan, UnknownFields
 
@@ -149,10 +150,10 @@ def _page_key(summary: TraceSummary) -> tuple[int, str]:
 
 
 def _read_page_token(token: str) -> tuple[int, str]:
-    started_ns, dot, request_id = token.partition(".")
-    if not (dot and started_ns.isascii() and started_ns.isdigit() and len(started_ns) < 20):
+    text, dot, request_id = token.partition(".")
+    if not dot or (started_ns := parse_digits(text, limit=2**63 - 1)) is None:
         raise InvalidRequest(f"page_token is {token[:60]!r}, must be the next_page_token of a response")
-    return int(started_ns), request_id
+    return started_ns, request_id
 
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -26,6 +26,7 @@ from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from telemetry.trace_view.facts import encode_summary
 from web.static_files import load_static_files
 from wire.audit import Action
+from wire.digits import parse_digits
 from wire.ids import id_text, parse_request_id
 from wire.status_codec import message_fields
 
@@ -240,9 +241,9 @@ def _is_navigation(request: Request) -> bool:
 
 def _number(request: Request, name: str, default: int = 0) -> int:
     text = request.query_params.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+    if (number := parse_digits(text, limit=10**18 - 1)) is None:
         raise HTTPException(400, f"{name} is {text[:40]!r}, must be a whole number")
-    return int(text)
+    return number
 
 
 def _json_response(value: Mapping[str, Any], *, status: int = 200) -> Response:

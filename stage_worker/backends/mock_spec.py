@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from decimal import Decimal
 from typing import Any
 
+from wire.digits import parse_digits
 from wire.steps import Step, unpack_column
 
 _COUNTS = ("poison_after", "hang_after", "oom_at")
@@ -73,10 +74,9 @@ class MockSpec:
 
 
 def _parse_count(name: str, text: str) -> int:
-    found = text.strip()
-    if not (found.isascii() and found.isdigit() and len(found) <= 10 and 1 <= int(found) <= _MOST_COUNT):
+    if not (count := parse_digits(text.strip(), limit=_MOST_COUNT)):
         raise ValueError(f"mock {name}={text!r}: expected a number from 1 to {_MOST_COUNT}")
-    return int(found)
+    return count
 
 
 def _parse_time(name: str, text: str) -> float:

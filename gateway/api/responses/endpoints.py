@@ -19,6 +19,7 @@ from gateway.api.responses.stored import ResponseId, StoredResponse, not_found, 
 from gateway.api.responses.writer import ALL_EVENTS, NO_EVENTS, to_json
 from gateway.api.sse import EventStream, while_connected
 from gateway.upstream.contract import UpstreamFailure
+from wire.digits import parse_digits
 
 PROMPT_TAIL_TOKENS = 64
 """Tokens of the prompt that the output continues: characters, and the tag that opens the reasoning."""
@@ -217,9 +218,9 @@ def _with_id(item: Item, identity: str) -> dict[str, Any]:
 def _count(text: str | None, name: str, *, least: int) -> int | None:
     if text is None:
         return None
-    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= least):
+    if (count := parse_digits(text, limit=10**9 - 1)) is None or count < least:
         raise invalid(f"{name} is {text[:20]!r}, must be a number of at least {least}", param=name)
-    return int(text)
+    return count
 
 
 def _one_of(text: str | None, name: str, *values: str) -> str:

@@ -135,6 +135,53 @@ def test_a_redirect_that_cannot_be_followed_is_named(
         source.find(["config.json"])
 
 
+LONG = "9" * 5000
+DAMAGED_HEADS = [
+    (200, {"Content-Length": LONG}, "answered Content-Length '9999"),
+    (200, {"Content-Length": "٣".encode().decode("latin-1")}, "answered Content-Length"),
+    (302, {"Location": "/\xe9\xff"}, r"redirects to '/\xe9\xff', which is not ASCII"),
+    (302, {"Location": f"https://{'a' * 70}.example/"}, "does not respond: .*label"),
+]
+
+
+@pytest.mark.parametrize(("status", "headers", "problem"), DAMAGED_HEADS)
+def test_a_damaged_answer_about_a_file_is_an_outage(
+    status: int, headers: dict[str, str], problem: str, server: RangeServer
+) -> None:
+    def damage(handler: Handler, request: Request) -> bool:
+        handler.answer(status, headers)
+        return True
+
+    server.misbehave = damage
+    with (
+        closing(HttpSource(remote_model(server.url))) as source,
+        pytest.raises(SourceUnavailable, match=problem),
+    ):
+        source.find(["config.json"])
+
+
+@pytest.mark.parametrize(
+    "place", [f"bytes {'0' * 5000}-713/714", f"bytes 0-{LONG}/714", f"bytes 0-713/{LONG}", "bytes ٣-٤/714"]
+)
+def test_a_damaged_content_range_is_an_outage_and_asked_again(
+    place: str, server: RangeServer, tmp_path: Path
+) -> None:
+    damaged = iter(range(3))
+
+    def damage(handler: Handler, request: Request) -> bool:
+        if not is_of_weights(request) or next(damaged, None) is None:
+            return False
+        handler.answer(
+            206, {"ETag": request.headers["if-range"], "Content-Range": place.encode().decode("latin-1")}
+        )
+        return True
+
+    with Fetch(server, tmp_path / "cache") as fetch:
+        server.misbehave = damage
+        fetch.run(layer_names(0))
+        assert next(damaged, None) is None and not fetch.wrong(layer_names(0))
+
+
 def test_a_server_that_is_busy_when_the_model_is_opened_is_asked_again(server: RangeServer) -> None:
     refused: list[str] = []
 
