@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from checkpoint.errors import BadConfig, CheckpointError, CheckpointNotFound, FileTooLarge, NotRegularFile
+from checkpoint.links import TEXT_SUFFIXES, check_link
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -41,7 +42,9 @@ TOKENIZER_FILES = (
     "vocab.json",
 )
 """Names of files beside config.json that a tokenizer may consist of."""
-_READ_WHOLE = frozenset({".json", ".jinja", ".model", ".txt"})
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\n"
+_MAX_POINTER_BYTES = 1024
+"""By the specification of Git LFS."""
 
 
 def has_params(directory: Path) -> bool:
@@ -66,34 +69,27 @@ def check_directory(directory: Path, *, max_bytes: int) -> None:
     """Check the entries of `directory` before a library reads them: none blocks, no text file is too large.
 
     Raises NotRegularFile for an entry other than a file or directory, FileTooLarge for JSON, a vocabulary or
-    a template above `max_bytes`, and like `check_link` for one of these. Broken links are skipped.
+    a template above `max_bytes`, and like `check_link` and `open_regular` for one of these. Broken links are
+    skipped.
     """
     for entry in sorted(directory.iterdir()):
         try:
             status = entry.stat()
         except OSError:
             continue
-        if not stat.S_ISDIR(status.st_mode):
-            _check_mode(entry, status)
-        if entry.suffix in _READ_WHOLE:
+        if stat.S_ISDIR(status.st_mode):
+            continue
+        _check_mode(entry, status)
+        if entry.suffix in TEXT_SUFFIXES:
             _check_size(entry, status, max_bytes)
             check_link(entry)
-
-
-def check_link(path: Path) -> None:
-    """Raise NotRegularFile for a link out of the checkpoint to a file of another name: clients get its text.
-
-    Links in Hugging Face's cache lead from NAME/snapshots/REVISION to NAME/blobs.
-    """
-    target, home = path.resolve(), path.parent.resolve()
-    caches = (folder for folder in home.parents if home.is_relative_to(folder / "snapshots"))
-    is_own = target.name == path.name or target.is_relative_to(home)
-    if not is_own and target.parent not in [folder / "blobs" for folder in caches]:
-        raise NotRegularFile(f"{path} is a link to {target}, which is not a file of the checkpoint")
+            open_regular(entry).close()
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open `path` for reading without blocking. Raises CheckpointNotFound or NotRegularFile.
+    """Open `path` for reading without blocking.
+
+    Raises NotRegularFile, and CheckpointNotFound also for a pointer of Git LFS in place of the file.
 
     The type is checked before opening, because opening a device can have side effects, and again after,
     because the file may have been replaced.
@@ -102,7 +98,8 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
         try:
-            _check_mode(path, os.fstat(stream.fileno()))
+            _check_mode(path, status := os.fstat(stream.fileno()))
+            _check_pointer(path, stream.fileno(), status)
         except BaseException:
             stream.close()
             raise
@@ -127,13 +124,24 @@ def _check_mode(path: Path, status: os.stat_result) -> None:
         raise NotRegularFile(f"{path} is {kind}, not a regular file")
 
 
+def _check_pointer(path: Path, descriptor: int, status: os.stat_result) -> None:
+    if status.st_size > _MAX_POINTER_BYTES:
+        return
+    if os.pread(descriptor, len(_LFS_POINTER), 0) == _LFS_POINTER:
+        raise CheckpointNotFound(
+            f"{path} is a Git LFS pointer of {status.st_size} bytes, not the file: run git lfs pull in its"
+            " directory"
+        )
+
+
 def _check_size(path: Path, status: os.stat_result, max_bytes: int) -> None:
     if status.st_size > max_bytes:
         raise FileTooLarge(f"{path} has {status.st_size} bytes, the limit is {max_bytes}")
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointNotFound:
-    return CheckpointNotFound(f"{path} cannot be read: {error.strerror}")
+    link = f" (it is a link to {os.readlink(path)})" if path.is_symlink() else ""
+    return CheckpointNotFound(f"{path} cannot be read: {error.strerror}{link}")
 
 
 Status = tuple[int, int, int, int]
@@ -185,15 +193,28 @@ def read_json_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[s
     return parse_json_object(read_regular(path, max_bytes=max_bytes), str(path), BadConfig)
 
 
+MAX_DIGITS = 64
+"""Limit for an integer in a file; tokenizers write 10^30 for an unlimited length."""
+
+
 def parse_json_object(text: bytes, source: str, error_type: type[CheckpointError]) -> dict[str, object]:
     """Parse a JSON object; `source` names it in an error of `error_type`."""
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_reject_duplicate_keys)
+        value = json.loads(
+            text.decode("utf-8"), object_pairs_hook=_reject_duplicate_keys, parse_int=_bounded_int
+        )
     except (ValueError, RecursionError) as error:
         raise error_type(f"{source} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise error_type(f"{source} holds a JSON {type(value).__name__}, not an object")
     return value
+
+
+def _bounded_int(digits: str) -> int:
+    """Raises ValueError for a long number, of which Python's conversions take quadratic time."""
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits, the limit is {MAX_DIGITS}")
+    return int(digits)
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

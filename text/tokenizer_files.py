@@ -1,16 +1,16 @@
 """The files of a checkpoint's tokenizer: which they are, and what identifies them."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from checkpoint.errors import FileTooLarge
-from checkpoint.files import TOKENIZER_FILES, check_link, open_regular
+from checkpoint.files import CONFIG_FILE, TOKENIZER_FILES, open_regular
+from checkpoint.generation_config import GENERATION_CONFIG_FILE
 from checkpoint.gguf.files import is_gguf
 from checkpoint.gguf.model import gguf_tokenizer_files
+from checkpoint.links import check_link
 
-GENERATION_CONFIG = "generation_config.json"
 VOCABULARIES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -19,7 +19,7 @@ VOCABULARIES = (
     "tiktoken.model",
     "spiece.model",
 )
-_NAMES = frozenset({*TOKENIZER_FILES, GENERATION_CONFIG, "config.json"})
+_NAMES = frozenset({*TOKENIZER_FILES, GENERATION_CONFIG_FILE, CONFIG_FILE})
 _TEMPLATES = "additional_chat_templates"
 MAX_BYTES = 256 * 1024 * 1024
 """Of all files together."""
@@ -67,12 +67,3 @@ def files_digest(files: Mapping[str, bytes]) -> str:
 def has_vocabulary(directory: Path) -> bool:
     """Whether a tokenizer can be loaded from these files."""
     return any((directory / name).exists() for name in VOCABULARIES)
-
-
-def parse_generation_config(directory: Path) -> dict[str, object]:
-    """The checkpoint's generation_config.json, unchecked; empty without one."""
-    try:
-        values = json.loads((directory / GENERATION_CONFIG).read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}

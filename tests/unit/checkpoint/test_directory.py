@@ -148,6 +148,16 @@ def _set(name: str, **fields: Any) -> Callable[[Header], None]:
         (_set(NORM, shape=[65]), BadHeader, r"model\.norm\.weight of f32 \(65,\) has data_offsets"),
         (_set(NORM, shape=[-64]), BadHeader, r"has shape \[-64\]"),
         (_set(NORM, shape=[True]), BadHeader, r"has shape \[True\]"),
+        (_set(NORM, shape=[1] * 17), BadHeader, "has shape 17 numbers, the limit is a list of 16"),
+        (_set(NORM, shape=[1] * 100_000), BadHeader, "has shape 100000 numbers"),
+        (_set(NORM, shape="64"), BadHeader, "has shape '64', the limit is a list"),
+        (
+            _set(NORM, shape=[2**63]),
+            BadHeader,
+            r"has shape \[9223372036854775808\], expected integers from 0",
+        ),
+        (_set(NORM, shape=[10**64]), BadHeader, "a number has 65 digits, the limit is 64"),
+        (_set(NORM, data_offsets=[0, 10**4000]), BadHeader, "a number has 4001 digits"),
         (_set(NORM, data_offsets=[0]), BadHeader, "data_offsets"),
         (_set(NORM, data_offsets=[0, 256]), BadHeader, "begins at byte"),
         (_set(NORM, dtype="F16"), BadHeader, "of f16"),
@@ -302,15 +312,15 @@ def fingerprint_with_other_byte(directory: Path, at: int) -> str:
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
-        ({"eos_token_id": 5}, 2, (5,)),
-        ({"eos_token_id": [7, 5, 7]}, 2, (7, 5)),
+        ({"eos_token_id": 5}, 2, (5, 2)),
+        ({"eos_token_id": [7, 5, 7]}, [2, 5], (7, 5, 2)),
         ({"eos_token_id": None}, [2, 3], (2, 3)),
         ({}, 2, (2,)),
         ({}, None, ()),
         (None, 2, (2,)),
     ],
 )
-def test_eos_ids_come_from_the_generation_config_first(
+def test_eos_ids_are_those_of_both_configs(
     generation: dict[str, Any] | None, config: object, expected: tuple[int, ...], directory: Path
 ) -> None:
     path = directory / "generation_config.json"

@@ -20,7 +20,7 @@ from tests.checkpoints import make_checkpoint
 from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer
 from text import tokenizer, tokenizer_files
 from text.tokenizer import UnreadableTokenizer, load_text_codec
-from text.tokenizer_files import parse_generation_config, read_tokenizer_files
+from text.tokenizer_files import read_tokenizer_files
 
 DEADLINE_S = 30.0
 NORM = "model.norm.weight"
@@ -244,6 +244,31 @@ def test_links_of_a_cache_and_to_the_same_name_are_read(text_directory: Path, tm
         assert read_tokenizer_files(directory) == expected
 
 
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{0:064d}\nsize 1234567\n"
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors"])
+def test_a_pointer_of_git_lfs_is_named(file: str, tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "llama", num_layers=1)
+    (directory / file).write_text(POINTER)
+    error = error_of(lambda: Checkpoint.open(directory))
+    expected = f"{directory / file} is a Git LFS pointer of {len(POINTER)} bytes, not the file: run git lfs"
+    assert str(error).startswith(expected)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
+def test_a_pointer_of_git_lfs_in_place_of_a_tokenizer_is_named(file: str, text_directory: Path) -> None:
+    (text_directory / file).write_text(POINTER)
+    error = error_of(lambda: load_text_codec(text_directory))
+    assert f"{text_directory / file} is a Git LFS pointer" in str(error)
+
+
+def test_the_target_of_a_broken_link_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("../blobs/0123")
+    error = error_of(lambda: Checkpoint.open(tmp_path))
+    assert str(error).endswith("No such file or directory (it is a link to ../blobs/0123)")
+
+
 def test_tokenizer_files_are_bounded_in_all(text_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(len(content) for content in read_tokenizer_files(text_directory).values())
     monkeypatch.setattr(tokenizer_files, "MAX_BYTES", size)
@@ -252,9 +277,3 @@ def test_tokenizer_files_are_bounded_in_all(text_directory: Path, monkeypatch: p
     error = error_of(lambda: read_tokenizer_files(text_directory))
     assert isinstance(error, FileTooLarge)
     assert str(error) == f"tokenizer files of {text_directory} exceed {size - 1} bytes in all"
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[]", "{", "\udcff"])
-def test_a_generation_config_that_is_none_is_empty(text: str, tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(text, errors="surrogateescape")
-    assert parse_generation_config(tmp_path) == {}

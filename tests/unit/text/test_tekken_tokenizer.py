@@ -79,7 +79,10 @@ def test_a_chat_template_that_cannot_be_read_is_one_clear_error(tmp_path: Path) 
     template.symlink_to("missing.jinja")
     with pytest.raises(UnreadableTokenizer) as caught:
         load_text_codec(directory)
-    assert str(caught.value) == f"{template} cannot be read: No such file or directory"
+    assert (
+        str(caught.value)
+        == f"{template} cannot be read: No such file or directory (it is a link to missing.jinja)"
+    )
 
 
 def test_files_for_a_gateway_give_the_same_ids(tmp_path: Path) -> None:
