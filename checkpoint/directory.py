@@ -172,7 +172,7 @@ class Checkpoint:
             config=config,
             tensors=tensors,
             fingerprint=fingerprint(found.raw, found.headers.shards, values),
-            eos_token_ids=eos_token_ids(found.generation, text_config(found.raw)),
+            eos_token_ids=eos_token_ids(found.generation, text_config(found.raw), found.raw),
             bos_token_id=bos_token_id(found.generation, text_config(found.raw)),
             packed=packed_tensors(config, shapes),
             pins=pins,

@@ -17,22 +17,24 @@ def read_generation_config(directory: Path) -> dict[str, object]:
     return read_json_object(path) if is_named(path) else {}
 
 
-def eos_token_ids(generation: Mapping[str, object], raw_config: Mapping[str, object]) -> tuple[int, ...]:
-    """Return the ids that end a sequence, from generation_config.json, else from config.json.
+def eos_token_ids(*sources: Mapping[str, object]) -> tuple[int, ...]:
+    """Return the ids that end a sequence, of all sources: generation_config.json and objects of config.json.
 
-    Each may hold one id or a list. Raises BadConfig for anything but non-negative integers.
+    Finetunes change one of them only. Each may hold one id or a list. The tokenizer may have another one, see
+    `TextCodec.end_token_ids`. Raises BadConfig for anything but non-negative integers.
     """
-    value = generation.get("eos_token_id")
-    if value is None:
-        value = raw_config.get("eos_token_id")
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
+    ids: list[object] = []
+    for source in sources:
+        value = source.get("eos_token_id")
+        ids += value if isinstance(value, list) else [value] if value is not None else []
     return tuple(dict.fromkeys(_token_id("eos_token_id", item) for item in ids))
 
 
 def bos_token_id(generation: Mapping[str, object], raw_config: Mapping[str, object]) -> int | None:
-    """Return the id that begins a sequence, or None; sources and errors as in `eos_token_ids`."""
+    """Return the id that begins a sequence, or None: from generation_config.json, else config.json.
+
+    Raises like `eos_token_ids`.
+    """
     for source in (generation, raw_config):
         if (value := source.get("bos_token_id")) is not None:
             return _token_id("bos_token_id", value)

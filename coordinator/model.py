@@ -14,8 +14,9 @@ from checkpoint.implementation import Implementation
 from checkpoint.pins import Pins
 from coordinator import mock_model
 from coordinator.config import CoordinatorConfig
+from text.generation_defaults import read_generation_defaults
 from text.grammars import GrammarCompiler
-from text.tokenizer import TextCodec
+from text.tokenizer import TextCodec, load_text_codec
 from weights.location import RemoteModel
 from wire.reference import Reference
 from wire.sizes import format_size
@@ -57,7 +58,8 @@ class ServedModel:
         manifest: SHA-256 of each tensor of a remote checkpoint; empty without a manifest.
         references: Of the self-check, by `reference_key`, from the manifest.
         quantized: Set if the weights are quantised in files.
-        text: Tokenizer; None for a model that serves token ids only.
+        eos_token_ids: End a sequence: those of generation_config.json, config.json and the tokenizer.
+        text: Tokenizer; None for a model that serves token ids only. See `load_text`.
         grammars: Compiler of structured output; reports why a checkpoint has none.
     """
 
@@ -82,6 +84,21 @@ class ServedModel:
     def __post_init__(self) -> None:
         if self.wire_dtype is not None:
             check_can_carry(self.wire_dtype, self.dtype)
+
+    def load_text(self) -> str | None:
+        """Load tokenizer and grammar tables; return why there is no structured output, None if there is.
+
+        Raises TokenizerError.
+        """
+        if self.directory is None:
+            return None
+        self.text = load_text_codec(self.directory, model_vocab_size=self.config.vocab_size)
+        if self.text is not None:
+            self.eos_token_ids = self.text.end_token_ids(self.eos_token_ids)
+        self.grammars = GrammarCompiler(
+            self.directory, vocab_size=self.config.vocab_size, eos_token_ids=self.eos_token_ids
+        )
+        return self.grammars.load()
 
     @property
     def is_mock(self) -> bool:
@@ -152,6 +169,7 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
     weights = WeightFormat.from_name(config.quantize) if config.quantize else None
     remote = _open_remote(config)
     checkpoint = Checkpoint.open(_directory(config)) if remote is None else remote.checkpoint
+    read_generation_defaults(checkpoint.path)  # gateways use them: raise for wrong ones now
     checkpoint = checkpoint.with_weights(weights)
     checkpoint = checkpoint.for_length(config.max_sequence_tokens)
     if checkpoint.config.has_long_rope:
@@ -165,11 +183,6 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
             model.manifest, model.references = remote.manifest.sha256s, remote.manifest.references
     model.implementation = _implementation(config, checkpoint)
     model.kv_dtype = ScaledDType.from_name(config.kv_dtype) if config.kv_dtype else None
-    model.grammars = GrammarCompiler(
-        checkpoint.path,
-        vocab_size=checkpoint.config.vocab_size,
-        eos_token_ids=checkpoint.eos_token_ids,
-    )
     return model
 
 

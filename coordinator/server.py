@@ -73,7 +73,7 @@ from telemetry.service_manager import supervised
 from telemetry.span_recorder import new_recorder
 from telemetry.span_sinks import StoreSink
 from telemetry.spans import COORDINATOR
-from text.tokenizer import TokenizerError, load_text_codec
+from text.tokenizer import TokenizerError
 from wire.addresses import Address, parse_address
 from wire.audit import open_audit
 from wire.authorization import DenyList, authorization
@@ -483,9 +483,7 @@ def run(config: CoordinatorConfig) -> int:
 def _load_model(config: CoordinatorConfig) -> ServedModel:
     model = open_model(config)
     check_counts(config, model)
-    if model.directory is not None:
-        model.text = load_text_codec(model.directory, model_vocab_size=model.config.vocab_size)
-    if model.grammars is not None and (problem := model.grammars.load()) is not None:
+    if (problem := model.load_text()) is not None:
         log.info("no structured output: %s", problem)
     return model
 

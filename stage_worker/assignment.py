@@ -125,7 +125,11 @@ _ROLES: dict[int, StageRole] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Model sizes for mock stages, 0 if unknown; real stages read their own files."""
+    """Facts about the model that the coordinator decides or that mock stages need.
+
+    Sizes are for mock stages, 0 if unknown; real ones read their own files. `eos_token_ids` end a sequence:
+    the tokenizer of the coordinator has one, and workers load no tokenizer.
+    """
 
     hidden_size: int = 0
     vocab_size: int = 0

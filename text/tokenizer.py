@@ -22,8 +22,8 @@ from sys import getsizeof
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from checkpoint.errors import CheckpointError
-from checkpoint.files import check_directory, is_named, read_regular
+from checkpoint.errors import BadConfig, CheckpointError
+from checkpoint.files import check_directory, is_named, read_json_object, read_regular
 from checkpoint.gguf.files import is_gguf
 from checkpoint.gguf.model import gguf_tokenizer_files
 from checkpoint.grammar_tokenizer import MAX_TOKENIZER_BYTES
@@ -39,6 +39,8 @@ TOKENIZER_JSON = "tokenizer.json"
 _MORE_TEMPLATES = "additional_chat_templates"
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "tiktoken.model", "spiece.model")
 _TEMPLATE_FILE = "chat_template.jinja"
+_PROCESSOR_TEMPLATE = "chat_template.json"
+"""A template in the form of processors, of models that were published with images in mind."""
 
 MAX_CACHED_BYTES = 64 << 20
 _ENTRY_BYTES = 256
@@ -101,6 +103,12 @@ class TextCodec:
         """The tokens that begin and end a text and that pad it, by transformers' names."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         return {name: getattr(self._tokenizer, name, None) for name in names}
+
+    def end_token_ids(self, configured: Sequence[int]) -> tuple[int, ...]:
+        """Return the ids that end a text: `configured` ones, and the one that the tokenizer's files name."""
+        token, token_id = self._tokenizer.eos_token, self._tokenizer.eos_token_id
+        is_known = token is not None and self.piece(token_id) == token
+        return tuple(dict.fromkeys([*configured, *([token_id] if is_known else [])]))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`, with the special tokens (such as BOS) that the post-processor adds.
@@ -350,8 +358,9 @@ def _made_of_tekken(directory: Path) -> dict[str, bytes]:
     """The tokenizer's files, and the chat template beside tekken.json."""
     _check_files(directory)
     files = read_tekken(directory, max_bytes=MAX_TOKENIZER_BYTES)
-    if is_named(template := directory / _TEMPLATE_FILE):
-        files[_TEMPLATE_FILE] = read_regular(template, max_bytes=MAX_TOKENIZER_BYTES)
+    for name in (_TEMPLATE_FILE, _PROCESSOR_TEMPLATE):
+        if is_named(template := directory / name):
+            files[name] = read_regular(template, max_bytes=MAX_TOKENIZER_BYTES)
     return files
 
 
@@ -375,6 +384,8 @@ def _load_directory(directory: Path, model_vocab_size: int | None) -> TextCodec 
         if has_json:
             _check_merges(directory / TOKENIZER_JSON)
         tokenizer = _load_json(directory) if has_json else _load_other(directory)
+        if not tokenizer.chat_template and is_named(template := directory / _PROCESSOR_TEMPLATE):
+            tokenizer.chat_template = _read_processor_template(template)
     except BaseException as error:  # the libraries raise anything, down to bare Exception from Rust
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
@@ -428,6 +439,20 @@ def _load_other(directory: Path) -> PreTrainedTokenizerBase:
         directory, local_files_only=True, trust_remote_code=False
     )
     return tokenizer
+
+
+def _read_processor_template(path: Path) -> str | dict[str, str]:
+    """One template, or several by name. Raises CheckpointError."""
+    found = read_json_object(path, max_bytes=MAX_TOKENIZER_BYTES).get("chat_template")
+    if isinstance(found, str):
+        return found
+    named = found if isinstance(found, dict) else {}
+    templates = {name: text for name, text in named.items() if isinstance(text, str)}
+    if not templates or templates != named:
+        raise BadConfig(
+            f"{path}: field 'chat_template' is {found!r:.80}, expected a template or an object of templates"
+        )
+    return templates
 
 
 def _num_ids(tokenizer: PreTrainedTokenizerBase) -> int:

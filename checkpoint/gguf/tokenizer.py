@@ -24,10 +24,14 @@ _PREFIX = "tokenizer.ggml."
 _END_TEXTS = frozenset(
     {
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"),
-        *("<end_of_turn>", "<|return|>", "<|call|>", "<｜end▁of▁sentence｜>"),
+        *("<end_of_turn>", "<|return|>", "<|call|>", "<｜end▁of▁sentence｜>", "<end_of_utterance>"),
+        *("<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
     }
 )
-"""Control tokens that end an answer, whatever the metadata says; gpt-oss's <|end|> only ends a part of it."""
+"""Tokens that end an answer, whatever type and metadata say; gpt-oss's <|end|> only ends a part of it.
+
+As in llama.cpp, which makes them control tokens: converted finetunes often have them as normal ones.
+"""
 _CALL, _PART_END = "<|call|>", "<|end|>"
 
 
@@ -136,10 +140,15 @@ class GgufTokenizer:
 
     @cached_property
     def types(self) -> list[int]:
-        """The type of each token."""
-        if f"{_PREFIX}token_type" not in self._metadata:
-            return [TokenType.NORMAL] * len(self.tokens)
-        return [int(kind) for kind in self._numbers("token_type")]
+        """The type of each token; CONTROL for every token of `_END_TEXTS`."""
+        if f"{_PREFIX}token_type" in self._metadata:
+            kinds = [int(kind) for kind in self._numbers("token_type")]
+        else:
+            kinds = [TokenType.NORMAL] * len(self.tokens)
+        return [
+            TokenType.CONTROL if text in _END_TEXTS else kind
+            for text, kind in zip(self.tokens, kinds, strict=True)
+        ]
 
     def special(self, name: str) -> int | None:
         """The id in key `{name}_token_id`; None without one."""
@@ -155,15 +164,11 @@ class GgufTokenizer:
         if self.is_missing:
             return {}
         found = [self.special(name) for name in ("eos", "eot", "eom")]
-        ends = {text: number for number, text in self._controls() if text in _END_TEXTS}
+        ends = {text: number for number, text in enumerate(self.tokens) if text in _END_TEXTS}
         if _CALL in ends:
             ends.pop(_PART_END, None)
         ids = dict.fromkeys([*(number for number in found if number is not None), *ends.values()])
         return {"eos_token_id": list(ids), "bos_token_id": self.special("bos")}
-
-    def _controls(self) -> list[tuple[int, str]]:
-        kinds = zip(range(len(self.tokens)), self.tokens, self.types, strict=True)
-        return [(number, text) for number, text, kind in kinds if kind == TokenType.CONTROL]
 
     def files(self) -> dict[str, bytes]:
         """The files by name; empty without a tokenizer."""

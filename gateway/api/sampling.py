@@ -9,15 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from gateway.api.body import RequestBody
 from gateway.api.errors import invalid
 from stageline_rpc.v1 import inference_pb2
+from wire.digits import parse_digits
 from wire.sampling import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TOP_LOGPROBS, SAMPLING_NUMBERS
 
 MAX_UINT32 = 2**32 - 1
-MAX_ID_DIGITS = len(str(MAX_UINT32))
 TokenId = Annotated[int, Field(ge=0, le=MAX_UINT32)]
 Count = Annotated[int, Field(ge=0, le=MAX_UINT32)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
-_DEFAULTS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "top_k")
-"""Parameters that generation_config.json may set."""
 
 
 class StrictModel(BaseModel):
@@ -137,7 +135,7 @@ class GenerationFields(RequestBody):
 
 
 def sampling_message(
-    fields: GenerationFields, generation_config: Mapping[str, object]
+    fields: GenerationFields, generation_config: Mapping[str, float]
 ) -> inference_pb2.SamplingParameters:
     """Convert the fields; unset ones come from generation_config.json, and temperature is else 1.
 
@@ -164,13 +162,9 @@ def sampling_message(
 def _set_numbers(
     message: inference_pb2.SamplingParameters,
     fields: GenerationFields,
-    generation_config: Mapping[str, object],
+    generation_config: Mapping[str, float],
 ) -> None:
-    defaults: dict[str, Any] = {"temperature": 1.0}
-    for name in _DEFAULTS:
-        value = generation_config.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            defaults[name] = value
+    defaults = {"temperature": 1.0, **generation_config}
     for number in SAMPLING_NUMBERS:
         value = getattr(fields, number.name)
         if value is not None and value not in number.range:
@@ -187,9 +181,9 @@ def _set_numbers(
 def _logit_bias(biases: Mapping[str, float]) -> dict[int, float]:
     found = {}
     for key, bias in biases.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS and int(key) <= MAX_UINT32):
+        if (token_id := parse_digits(key, limit=MAX_UINT32)) is None:
             raise invalid(f"logit_bias has key {key[:20]!r}, which is not a token id", param="logit_bias")
-        found[int(key)] = bias
+        found[token_id] = bias
     return found
 
 

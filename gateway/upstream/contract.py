@@ -13,13 +13,13 @@ from stageline_rpc.v1.inference_pb2 import FinishReason, GenerateRequest, TokenL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """The served model; `generation_config` is the checkpoint's file, unchecked."""
+    """The served model; `generation_config` has the sampling parameters that the checkpoint sets."""
 
     name: str
     fingerprint: str
     vocab_size: int
     max_sequence_tokens: int
-    generation_config: Mapping[str, object] = field(default_factory=dict)
+    generation_config: Mapping[str, float] = field(default_factory=dict)
 
 
 class Tokens(NamedTuple):

@@ -121,19 +121,19 @@ class StageCache:
         """Drop the grammar tables, for a stage without the head."""
         self._grammars = self._grammars_of = None
 
-    def grammars(self, checkpoint: Checkpoint) -> GrammarMasks:
+    def grammars(self, checkpoint: Checkpoint, eos_token_ids: tuple[int, ...]) -> GrammarMasks:
         """Return the grammar tables, building them now, since that blocks the process, unless unchanged."""
         source = tokenizer_source(checkpoint.path)
         made_of = (
             stat_files(source.parent, [source.name]),
             checkpoint.config.vocab_size,
-            checkpoint.eos_token_ids,
+            eos_token_ids,
         )
         if self._grammars is None or self._grammars_of != made_of:
             self._grammars = GrammarMasks(
                 checkpoint.path,
                 vocab_size=checkpoint.config.vocab_size,
-                eos_token_ids=checkpoint.eos_token_ids,
+                eos_token_ids=eos_token_ids,
             )
             self._grammars_of = made_of
             if (problem := self._grammars.load()) is not None:
@@ -372,7 +372,8 @@ def _new_compute(
 ) -> ModelCompute:
     """The computation of a loaded `model`, with all its buffers."""
     budget_bytes = _graph_bytes(assignment, resources, model, kv_bytes=kv_bytes)
-    grammars = cache.grammars(checkpoint) if assignment.role.has_head else None
+    eos_token_ids = assignment.model_shape.eos_token_ids
+    grammars = cache.grammars(checkpoint, eos_token_ids) if assignment.role.has_head else None
     pages = new_pages(assignment, checkpoint.config, model.device, num_spare=1 if budget_bytes else 0)
     graphs = None
     if budget_bytes:

@@ -25,7 +25,6 @@ from telemetry.logs import LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from tests.integration.stream_proxy import CoordinatorProxy, HopProxy
 from tests.issued import Certificates
-from text.tokenizer import load_text_codec
 from weights.location import ModelLocation
 from wire.ids import RequestId, id_text, new_request_id
 from wire.tensors import HopRoute, WireDType
@@ -413,9 +412,7 @@ def _model_of(config: CoordinatorConfig, *, has_text: bool) -> ServedModel:
     """Open the model as the coordinator does, with the slow tokenizer only if `has_text`."""
     model = open_model(config)
     if has_text:
-        directory = model.directory
-        assert directory is not None
-        model.text = load_text_codec(directory, model_vocab_size=model.config.vocab_size)
+        model.load_text()
     return model
 
 

@@ -18,7 +18,7 @@ from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
 from checkpoint.errors import UnusableTokenizer
 from checkpoint.gguf.files import read_gguf_file
-from checkpoint.gguf.tokenizer import GgufTokenizer
+from checkpoint.gguf.tokenizer import GgufTokenizer, TokenType
 from checkpoint.grammar_tokenizer import GrammarTokenizer
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import add_byte_level_tokenizer, close, write_gguf
@@ -267,7 +267,12 @@ def test_pieces_are_joined_as_sentence_piece_joins_them(has_prefix: bool, tmp_pa
     assert codec.encode_conversation([ChatMessage("user", "the cat")]) == rendered
 
 
-def test_tokens_that_end_answers_are_found_by_their_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [None, gguf.TokenType.CONTROL, gguf.TokenType.NORMAL, gguf.TokenType.USER_DEFINED],
+    ids=str,
+)
+def test_tokens_that_end_answers_are_found_by_their_text(kind: gguf.TokenType | None, tmp_path: Path) -> None:
     """<|end|> ends a message of gpt-oss but not its answer, if there is <|call|>."""
     for texts, expected in (
         (["<|endoftext|>", "<|im_end|>", "x"], [0, 1]),
@@ -277,13 +282,14 @@ def test_tokens_that_end_answers_are_found_by_their_text(tmp_path: Path) -> None
         writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
         writer.add_tokenizer_model("gpt2")
         writer.add_token_list(texts)
-        writer.add_token_types(
-            [gguf.TokenType.NORMAL if text == "x" else gguf.TokenType.CONTROL for text in texts]
-        )
+        if kind is not None:
+            writer.add_token_types([gguf.TokenType.NORMAL if text == "x" else kind for text in texts])
         writer.add_eos_token_id(0)
         close(writer)
-        found = GgufTokenizer(read_gguf_file(tmp_path / "a.gguf")).generation_config()
-        assert found == {"eos_token_id": expected, "bos_token_id": None}
+        found = GgufTokenizer(read_gguf_file(tmp_path / "a.gguf"))
+        assert found.generation_config() == {"eos_token_id": expected, "bos_token_id": None}
+        special = [kind is TokenType.CONTROL for kind in found.types]
+        assert [number for number in expected if not special[number]] in ([], [0])
 
 
 def test_named_templates_are_kept(builtin: Path, tmp_path: Path) -> None:

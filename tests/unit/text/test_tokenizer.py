@@ -92,6 +92,37 @@ def test_a_template_in_its_own_file_is_found(tmp_path: Path) -> None:
     assert load(tmp_path, byte_level()).has_chat_template
 
 
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, {"default": CHAT_TEMPLATE, "tool_use": "T"}])
+def test_a_template_in_the_file_of_a_processor_is_found(template: object, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, byte_level())
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": None}))
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    codec = load_text_codec(tmp_path)
+    assert codec is not None and codec.chat_template == CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"chat_template": 3}', '{"chat_template": {"a": []}}'])
+def test_a_broken_file_of_a_processor_is_named(content: str, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, byte_level())
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": None}))
+    (tmp_path / "chat_template.json").write_text(content)
+    with pytest.raises(UnreadableTokenizer, match=r"chat_template\.json"):
+        load_text_codec(tmp_path)
+
+
+def test_the_end_token_of_the_files_ends_a_text_beside_configured_ones(tmp_path: Path) -> None:
+    codec = load(tmp_path, byte_level())
+    for token, expected in (("<|end|>", (7, 3)), ("absent", (7,)), (None, (7,))):
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        codec = load_text_codec(tmp_path)
+        assert codec is not None
+        found = codec.end_token_ids((7,))
+        assert tuple(token_id for token_id in found if token_id < 360) == expected
+
+
 def test_a_conversation_without_template_is_rejected(tmp_path: Path) -> None:
     codec = load(tmp_path, byte_level())
     assert not codec.has_chat_template

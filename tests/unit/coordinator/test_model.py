@@ -1,0 +1,40 @@
+"""The served model: which tokens end a text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coordinator.config import CoordinatorConfig
+from coordinator.model import ServedModel, open_model
+from tests.checkpoints import make_checkpoint
+from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer
+
+END, OTHER_END = 3, 2
+"""Ids of <|end|> and </s>."""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "model", "llama", num_layers=1, vocab_size=384)
+
+
+def opened(directory: Path) -> ServedModel:
+    model = open_model(CoordinatorConfig(model=directory, num_stages=1))
+    assert model.load_text() is None, "there is structured output"
+    return model
+
+
+def test_the_token_that_only_the_tokenizer_names_ends_a_text(directory: Path) -> None:
+    save_tokenizer(directory, byte_level(), eos_token="<|end|>")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": OTHER_END}))
+    assert opened(directory).eos_token_ids == (OTHER_END, END)
+
+
+def test_a_tokenizer_alone_gives_the_end_token(directory: Path) -> None:
+    """Without it a grammar's text could not end."""
+    save_tokenizer(directory, byte_level(), eos_token={"content": "<|end|>", "special": True})
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    assert opened(directory).eos_token_ids == (END,)
