@@ -12,7 +12,7 @@ from checkpoint.dtypes import DType
 from checkpoint.errors import CheckpointNotFound, UnsupportedFormat
 from checkpoint.files import CONFIG_FILE, PARAMS_FILE, is_named, read_json_object
 from checkpoint.generation_config import read_generation_config
-from checkpoint.headers import Headers, TensorEntry, read_headers
+from checkpoint.headers import Headers, TensorEntry, files_in, read_headers
 from checkpoint.other_families import has_row, parse_other, refuse_other
 from checkpoint.quantization import Quantization
 from checkpoint.quantization_config import FIELD as QUANTIZATION_FIELD
@@ -21,6 +21,10 @@ from checkpoint.wrappers import is_wrapper, named_as_in, text_config
 
 MODELOPT_FILE = "hf_quant_config.json"
 """Has the quantisation of checkpoints by TensorRT Model Optimizer whose config.json has none."""
+
+
+_PROJECTOR = "mmproj"
+"""First word of the names of GGUF files for images, which are no models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +50,16 @@ def describe_directory(path: Path) -> Description:
 
 
 def refuse_gguf(path: Path) -> None:
-    """Raise UnsupportedFormat for a directory with GGUF files instead of a config."""
-    if not (path / CONFIG_FILE).exists() and (files := sorted(path.glob("*.gguf"))):
-        raise UnsupportedFormat(f"{path} has {files[0].name} and no {CONFIG_FILE}: give the path of the file")
+    """Raise UnsupportedFormat for a directory with GGUF files instead of a config or of safetensors."""
+    files = sorted(file for file in path.glob("*.gguf") if not file.name.startswith(_PROJECTOR))
+    usual = files_in(path)
+    has_config = is_named(path / CONFIG_FILE)
+    has_weights = is_named(path / usual.single) or is_named(path / usual.index)
+    if files and not (has_config and has_weights):
+        missing = usual if has_config else CONFIG_FILE
+        raise UnsupportedFormat(
+            f"{path} has {files[0].name} and no {missing}: give the path of the file, {files[0]}"
+        )
 
 
 def read_config(path: Path) -> dict[str, object]:

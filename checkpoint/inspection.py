@@ -25,10 +25,14 @@ _Value = TypeVar("_Value")
 
 @dataclass(slots=True, kw_only=True)
 class Inspection:
-    """Errors of a directory in the order of their discovery; without any, `checkpoint` is open."""
+    """Errors of a directory in the order of their discovery; without any, `checkpoint` is open.
+
+    With `is_other_format` the advice is to use other files, so that nothing else about the directory matters.
+    """
 
     errors: list[CheckpointError] = field(default_factory=list)
     checkpoint: Checkpoint | None = None
+    is_other_format: bool = False
 
     def attempt(self, read: Callable[[], _Value]) -> _Value | None:
         """Return the result of `read`, or None and note its error."""
@@ -58,6 +62,9 @@ def inspect(directory: Path) -> Inspection:
         return found
     found.attempt(lambda: refuse_gguf(directory))
     found.attempt(lambda: _refuse_adapter(directory))
+    if found.errors:
+        found.is_other_format = True
+        return found
     raw = found.attempt(lambda: read_config(directory))
     if raw is not None:
         for error in found.attempt(lambda: _config_errors(raw)) or ():

@@ -15,7 +15,7 @@ from deploy import ClusterFailed, parent_death_signal
 from gateway.config import GatewayConfig
 from stage_worker.config import WorkerConfig
 from telemetry.service_manager import VARIABLES
-from wire.exit_codes import ExitCode
+from wire.exit_codes import LOG_LINE, ExitCode
 from wire.flags import variables_of
 
 MAX_RESTARTS = 5
@@ -161,8 +161,8 @@ class LocalProcess:
         if is_explained and self.exit_code in (ExitCode.FAILED, ExitCode.USAGE):
             error = last_lines[-1].removeprefix(_PROGRAM)
             return ClusterFailed(f"{self.name} (pid {self.pid}) ended: {how}, {error}; its log is {self.log}")
-        lines = "\n".join(f"  | {line}" for line in last_lines) or "  | (nothing logged)"
-        return ClusterFailed(f"{self.name} (pid {self.pid}) ended: {how}; end of log {self.log}:\n{lines}")
+        ended = f"{self.name} (pid {self.pid}) ended: {how}; end of log {self.log}:"
+        return ClusterFailed(LOG_LINE.join([ended, *(last_lines or ["(nothing logged)"])]))
 
     def dashboard_url(self) -> str | None:
         """From the line `dashboard http://...`, which is printed before the process listens."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from wire.flags import Flag, file_path
+from wire.foreign_text import escaped, printable_line, shortened
 from wire.log_context import FIELDS
 
 log = logging.getLogger(__name__)
@@ -216,7 +217,7 @@ class ConsoleFormatter(logging.Formatter):
         record.origin = self._origin if _is_ours(record) else record.name
         trace_id = getattr(record, "trace_id", None)
         record.suffix = "" if trace_id is None else f" (trace {trace_id})"
-        record.message = escaped(record.message)
+        record.message = printable_line(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
@@ -243,7 +244,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "process": self._process,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": shortened(record.getMessage()),
         }
         known = self._defaults | record.__dict__
         line |= {name: known[name] for name in FIELDS if name in known}
@@ -251,20 +252,6 @@ class JsonFormatter(logging.Formatter):
             line["exception"] = self.formatException(record.exc_info)
         text = json.dumps(line, ensure_ascii=False, default=str)
         return text if text.isprintable() else "".join(map(_json_escaped, text))
-
-
-def escaped(text: str) -> str:
-    """`text` as one line of printable characters.
-
-    Untrusted text can neither begin a new log line nor control a terminal.
-    """
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else _escape(char) for char in text)
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()
 
 
 def _json_escaped(character: str) -> str:

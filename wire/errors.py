@@ -7,6 +7,7 @@ from typing import Self
 import grpc
 
 from stageline_rpc.internal.v1 import step_pb2
+from wire.foreign_text import printable_line
 from wire.ids import RequestId, id_text
 
 
@@ -269,7 +270,7 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     for kind in type(error).__mro__:
         code = STATUS_OF_ERROR.get(kind)
         if code is not None:
-            return code, str(error)
+            return code, printable_line(str(error))
     return grpc.StatusCode.INTERNAL, INTERNAL_ERROR_TEXT
 
 

@@ -2,6 +2,8 @@
 
 from enum import IntEnum
 
+from wire.foreign_text import printable_line
+
 
 class ExitCode(IntEnum):
     """Exit code of a `stageline` process; docs/reference/errors.md is written from the meanings."""
@@ -18,6 +20,16 @@ class ExitCode(IntEnum):
     """Ctrl-C"""
 
 
+LOG_LINE = "\n  | "
+"""Begins each line of a log at the end of an error's text."""
+
+
 def error_line(reason: str, text: str) -> str:
-    """Format the last stderr line of a failed command or process: `stageline: error[REASON]: text`."""
-    return f"stageline: error[{reason}]: {text}"
+    """Format the last stderr line of a failed command or process: `stageline: error[REASON]: text`.
+
+    `text` may have names of files, checkpoints and servers, which are escaped, and is cut. Lines of a log
+    that it ends with stay lines, see `LOG_LINE`.
+    """
+    problem, *log_lines = text.split(LOG_LINE)
+    lines = [f"stageline: error[{reason}]: {printable_line(problem)}", *map(printable_line, log_lines)]
+    return LOG_LINE.join(lines)

@@ -13,6 +13,7 @@ from coordinator.dashboard.login import Login, host_of
 from coordinator.dashboard.sessions import User
 from web.api_keys import bearer_of
 from wire.audit import Action, AuditOutcome, Fact
+from wire.foreign_text import printable_line
 from wire.peer_secrets import RefusedPeers
 from wire.transport import is_loopback_host
 
@@ -22,7 +23,7 @@ _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 def error_response(status: int, text: str, reason: str | None = None) -> Response:
     """Build an error response; `reason` is its code (default: the name of the status)."""
-    body = json.dumps({"error": text, "reason": reason or HTTPStatus(status).name}).encode()
+    body = json.dumps({"error": printable_line(text), "reason": reason or HTTPStatus(status).name}).encode()
     return Response(body, status, media_type="application/json")
 
 

@@ -12,6 +12,7 @@ import orjson
 from starlette.responses import Response
 
 from gateway.upstream.contract import UpstreamFailure
+from wire.foreign_text import printable_line
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = kind.status
         self.body = {
-            "message": message,
+            "message": printable_line(message),
             "type": kind.type,
             "param": param,
             "code": code or kind.code,

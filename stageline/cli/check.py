@@ -12,8 +12,10 @@ from checkpoint import Checkpoint, UnsupportedModel, stage_weight_bytes
 from checkpoint.errors import TRANSFORMERS_ADVICE
 from checkpoint.implementation import AUTO, Implementation
 from checkpoint.inspection import Inspection, inspect
+from text.generation_defaults import read_generation_defaults
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode
+from wire.foreign_text import escaped, printable_line
 from wire.sizes import format_size
 
 if TYPE_CHECKING:
@@ -35,7 +37,9 @@ def check(directory: Path, *, as_json: bool) -> int:
     if found.checkpoint is not None and not found.checkpoint.config.has_row:
         found.attempt(partial(examine_layers, found.checkpoint))
         found.checkpoint = None if found.errors else found.checkpoint
-    text = inspect_text(directory, found.checkpoint) if directory.exists() else TextInspection()
+    found.attempt(partial(read_generation_defaults, directory))
+    has_text = directory.exists() and not found.is_other_format
+    text = inspect_text(directory, found.checkpoint) if has_text else TextInspection()
     facts = check_facts(directory, found, text)
     print(json.dumps(facts, indent=2) if as_json else _text(directory, found, text))
     return ExitCode.DONE if facts["is_served"] else ExitCode.FAILED
@@ -66,7 +70,7 @@ def inspect_text(directory: Path, checkpoint: Checkpoint | None) -> TextInspecti
         _check_template(found.codec, found.notes)
         if checkpoint is not None:
             found.notes += _vocabulary_problems(found.codec, checkpoint.config.vocab_size)
-            found.notes += _grammar_problems(checkpoint)
+            found.notes += _grammar_problems(checkpoint, found.codec)
     except (ConversationError, TokenizerError) as error:
         found.errors.append(error)
     return found
@@ -95,13 +99,13 @@ def _vocabulary_problems(codec: TextCodec, num_embeddings: int) -> list[str]:
     ]
 
 
-def _grammar_problems(checkpoint: Checkpoint) -> list[str]:
+def _grammar_problems(checkpoint: Checkpoint, codec: TextCodec) -> list[str]:
     from text.grammars import GrammarCompiler
 
     grammars = GrammarCompiler(
         checkpoint.path,
         vocab_size=checkpoint.config.vocab_size,
-        eos_token_ids=checkpoint.eos_token_ids,
+        eos_token_ids=codec.end_token_ids(checkpoint.eos_token_ids),
     )
     problem = grammars.load()
     return [] if problem is None else [f"no structured output: {problem}"]
@@ -113,8 +117,8 @@ def check_facts(directory: Path, found: Inspection, text: TextInspection) -> dic
     facts: dict[str, object] = {
         "directory": str(directory),
         "is_served": not errors,
-        "reasons": [{"code": reason_of(error), "text": str(error)} for error in errors],
-        "notes": text.notes,
+        "reasons": [{"code": reason_of(error), "text": printable_line(str(error))} for error in errors],
+        "notes": [*map(printable_line, text.notes)],
         "has_tokenizer": text.codec is not None,
         "has_chat_template": text.codec is not None and text.codec.chat_template is not None,
         "tokenizer_vocab_size": None if text.codec is None else text.codec.vocab_size,
@@ -144,14 +148,17 @@ def resident_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _text(directory: Path, found: Inspection, text: TextInspection) -> str:
-    notes = [f"Note: {note}" for note in text.notes]
+    """Lines for a terminal, whose texts from files are escaped."""
+    notes = [f"Note: {printable_line(note)}" for note in text.notes]
+    name = escaped(str(directory))
     errors = (*found.errors, *text.errors)
     if errors or found.checkpoint is None:
-        return "\n".join([f"{directory} is not served:", *(f"- {error}" for error in errors), *notes])
+        reasons = [f"- {printable_line(str(error))}" for error in errors]
+        return "\n".join([f"{name} is not served:", *reasons, *notes])
     config = found.checkpoint.config
     weights = "plain" if config.quantization is None else config.quantization.label
     lines = [
-        f"{directory} is served: {config.model_type}, {weights} weights",
+        f"{name} is served: {config.model_type}, {weights} weights",
         f"Weights: {format_size(resident_bytes(found.checkpoint))} in {config.dtype.value}",
         f"Layers: {config.num_layers}; a stage can begin with {_cuts(sorted(config.legal_cuts))}",
     ]

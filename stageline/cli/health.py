@@ -15,6 +15,7 @@ from certificates.identity import Role
 from stageline.cli import options
 from wire.addresses import parse_peer_address
 from wire.flags import peer_address
+from wire.foreign_text import printable_line
 from wire.interceptors import CONDITION_KEY, READINESS
 from wire.transport import PLAIN, Transport, client_transport, is_loopback
 
@@ -166,6 +167,6 @@ def _state_in(body: bytes) -> str:
     try:
         answer = json.loads(body)
         state = answer["status"] if "status" in answer else answer["error"]["message"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return ""
-    return " ".join(str(state).split())
+    return printable_line(" ".join(str(state).split()))

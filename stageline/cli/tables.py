@@ -9,6 +9,7 @@ from rich.text import Text
 
 from stageline_rpc.v1 import cluster_pb2
 from wire.device_rates import decode_rates
+from wire.foreign_text import escaped
 from wire.kernels import StageKernels, differing_kernels
 from wire.sizes import format_size
 from wire.tensors import WIRE_DTYPE_FROM_MESSAGE
@@ -48,7 +49,13 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         *_payload_fallbacks(status),
         *_details(status),
     ]
-    return Group(Text(describe_cluster(status)), "", _workers_table(status), "", Text("\n".join(lines)))
+    text = _escaped_lines("\n".join(lines))
+    return Group(Text(describe_cluster(status)), "", _workers_table(status), "", Text(text))
+
+
+def _escaped_lines(text: str) -> str:
+    """Escape what workers and files put into lines."""
+    return "\n".join(map(escaped, text.split("\n")))
 
 
 def _journal(journal: cluster_pb2.JournalStatus) -> list[str]:
@@ -79,7 +86,8 @@ def describe_cluster(status: cluster_pb2.GetStatusResponse) -> str:
         dtype += f" (between stages in {WIRE_DTYPE_FROM_MESSAGE[status.wire_dtype].value})"
     if status.implementation == cluster_pb2.IMPLEMENTATION_TRANSFORMERS:
         dtype += " by transformers' layers (slower and less tested)"
-    return f"{status.model} in {dtype}, {stages}{epoch}\n{_health(status)}{_state(status)}{reason}"
+    text = f"{status.model} in {dtype}, {stages}{epoch}\n{_health(status)}{_state(status)}{reason}"
+    return _escaped_lines(text)
 
 
 def _health(status: cluster_pb2.GetStatusResponse) -> str:

@@ -89,6 +89,37 @@ def test_broken_weights_and_directories_are_reasons(directory: Path, capsys: Cap
     assert code == 1 and len(told["reasons"]) == 2
 
 
+@pytest.mark.parametrize("others", [(), ("config.json",), ("mmproj-a.gguf", "tokenizer.json")])
+def test_a_directory_with_gguf_files_has_one_reason_with_the_path_to_give(
+    others: tuple[str, ...], tmp_path: Path, capsys: Captured
+) -> None:
+    for name in ("model-Q4_0.gguf", *others):
+        (tmp_path / name).write_text("{}")
+    code, told = check(tmp_path, capsys)
+    (reason,) = told["reasons"]
+    assert code == 1 and told["notes"] == []
+    assert reason["text"].endswith(f"give the path of the file, {tmp_path}/model-Q4_0.gguf")
+    assert "convert" not in reason["text"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_names_in_files_neither_control_the_terminal_nor_fill_it(
+    as_json: bool, directory: Path, capsys: Captured
+) -> None:
+    """A tensor whose name renames the window, and is a megabyte long."""
+    name = "\x1b]0;owned\x07\x9b2J" + "x" * 1_000_000
+    header = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}).encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    assert main(["plan", "--check", str(directory), *(["--json"] if as_json else [])]) == 1
+    captured = capsys.readouterr()
+    assert all(character.isprintable() or character == "\n" for character in captured.out + captured.err)
+    assert "x1b]0;owned" in captured.out and len(captured.out) < 10_000
+    assert main(["plan", "--model", str(directory), "--workers", "1GiB"]) == 1
+    captured = capsys.readouterr()
+    assert all(character.isprintable() or character == "\n" for character in captured.out + captured.err)
+    assert "x1b]0;owned" in captured.err and len(captured.err) < 10_000
+
+
 @pytest.mark.parametrize("flag", [["--workers", "1GiB"], ["--dtype", "f32"]])
 def test_a_check_does_not_plan(flag: list[str], directory: Path, capsys: Captured) -> None:
     assert main(["plan", "--check", str(directory), *flag]) == 2

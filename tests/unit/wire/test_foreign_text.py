@@ -1,0 +1,34 @@
+"""Texts of others neither control a terminal nor fill it."""
+
+import pytest
+
+from wire.errors import InvalidRequest, status_of
+from wire.exit_codes import error_line
+from wire.foreign_text import MAX_SHOWN_CHARACTERS, printable_line
+
+
+@pytest.mark.parametrize(
+    "text", ["\x1b[2J", "a\nb", "\r", "\x9b31m", "\x07", "\u202e", "\ud83d", "\x1b]0;title\x07" * 3]
+)
+def test_a_line_has_printable_characters_only(text: str) -> None:
+    line = printable_line(text)
+    assert line.isprintable() and line.isascii()
+    assert line == text.encode("unicode_escape").decode()
+
+
+def test_printable_text_is_unchanged() -> None:
+    assert printable_line("Zürich 東京 'a\\n'") == "Zürich 東京 'a\\n'"
+
+
+def test_a_long_text_is_cut_and_says_its_length() -> None:
+    limit = MAX_SHOWN_CHARACTERS
+    assert printable_line("x" * limit) == "x" * limit
+    assert printable_line("x" * 3_000_000) == "x" * limit + "... (3000000 characters)"
+
+
+def test_the_error_line_and_an_error_of_a_call_show_names_of_others_so() -> None:
+    name = "\x1b[2Jname" + "x" * 10_000
+    line = error_line("BAD_HEADER", f"tensor {name}")
+    assert line.startswith("stageline: error[BAD_HEADER]: tensor \\x1b[2Jname") and len(line) < 2100
+    _, text = status_of(InvalidRequest(f"model {name}"))
+    assert text.startswith("model \\x1b[2Jname") and len(text) < 2100
