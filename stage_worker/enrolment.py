@@ -31,6 +31,7 @@ from certificates.requests import make_request
 from stage_worker.config import WorkerConfig
 from wire.addresses import Address, parse_peer_address
 from wire.errors import CertificateRefused
+from wire.foreign_text import printable_line
 from wire.transport import client_transport
 from wire.user_files import read_secret
 
@@ -46,6 +47,17 @@ RETRY_S = (5.0, 300.0)
 """First and longest pause after a renewal that failed."""
 
 
+def _directory(config: WorkerConfig, name: str) -> Path:
+    """The directory of the worker's certificate. Raises OSError."""
+    if config.transport.tls_directory is not None:
+        return config.transport.tls_directory
+    if config.state_directory is None:
+        raise OSError(
+            "there is no home directory for the certificate: give --tls-dir DIR, or set XDG_STATE_HOME"
+        )
+    return config.state_directory / "certificates" / name
+
+
 def enrolled(config: WorkerConfig) -> WorkerConfig:
     """Return the configuration with a certificate, which is fetched unless a former one can be used.
 
@@ -54,7 +66,7 @@ def enrolled(config: WorkerConfig) -> WorkerConfig:
     if config.join_token_file is None:
         return config
     name = config.name or socket.gethostname().partition(".")[0]
-    directory = config.transport.tls_directory or (config.state_directory or Path()) / "certificates" / name
+    directory = _directory(config, name)
     transport = replace(config.transport, tls_directory=directory)
     try:
         known = read_tls_material(directory)
@@ -67,6 +79,7 @@ def enrolled(config: WorkerConfig) -> WorkerConfig:
         token = parse_join_token(read_secret(config.join_token_file))
     except ValueError as error:
         raise OSError(f"--join-token-file {config.join_token_file} cannot be used: {error}") from None
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the token is used
     material = enrol(config.enroll_address, token, name, config.asked_hosts)
     _write(directory, material)
     log.info("enrolled at %s: certificate in %s", config.enroll_address, directory)
@@ -165,7 +178,7 @@ def _files_of(
         leaf = x509.load_pem_x509_certificate(leaf_pem)
         trusted = x509.load_pem_x509_certificates(trusted_pem)
         identity = identity_of(leaf)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CertificateRefused(f"the answer to the enrolment cannot be read: {error}") from None
     if identity.name != name or leaf.public_key() != key.public_key():
         raise CertificateRefused(f"the coordinator signed a certificate of {identity}, not of {name}'s key")
@@ -220,6 +233,6 @@ def _reason(error: Exception) -> str:
 def _refusal(content: bytes) -> str:
     try:
         text = str(json.loads(content)["error"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = content[:100].decode("ascii", "replace")
-    return "".join(character if character.isprintable() else "?" for character in text)[:300]
+    return printable_line(text[:300])

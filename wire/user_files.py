@@ -1,6 +1,7 @@
 """Files in the user's cache and state directories, including secrets."""
 
 import os
+import pwd
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +10,8 @@ from certificates.private_files import read_private
 from wire.addresses import Address, parse_address
 
 
-def user_cache_directory(environment: Mapping[str, str]) -> Path:
-    """Return Stageline's cache directory (XDG Base Directory Specification 0.8); it may not exist."""
-    base = Path(environment.get("XDG_CACHE_HOME", ""))
-    home = Path(environment.get("HOME", "") or "/")
-    return (base if base.is_absolute() else home / ".cache") / "stageline"
+class NoHomeDirectory(OSError):
+    """This user has no home directory, which containers with arbitrary user ids often lack."""
 
 
 MAX_BYTES, MIN_TOKEN_LENGTH = 4096, 16
@@ -21,11 +19,51 @@ _WILDCARDS = {"0.0.0.0", "::"}
 _LOOPBACK = {"127.0.0.1", "::1"}
 
 
+def find_state_directory(environment: Mapping[str, str]) -> Path | None:
+    """Return Stageline's state directory: in $XDG_STATE_HOME, else in ~/.local/state; None without a home.
+
+    XDG Base Directory Specification 0.8. It may not exist.
+    """
+    return _directory(environment, "XDG_STATE_HOME", Path(".local", "state"))
+
+
+def find_cache_directory(environment: Mapping[str, str]) -> Path | None:
+    """Return Stageline's cache directory: in $XDG_CACHE_HOME, else in ~/.cache; None without a home."""
+    return _directory(environment, "XDG_CACHE_HOME", Path(".cache"))
+
+
 def state_directory(environment: Mapping[str, str]) -> Path:
-    """Return Stageline's state directory: in $XDG_STATE_HOME, else in ~/.local/state."""
-    home = environment.get("XDG_STATE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path.home() / ".local" / "state"
-    return base / "stageline"
+    """`find_state_directory` for what needs one. Raises NoHomeDirectory."""
+    return _required(find_state_directory(environment), "XDG_STATE_HOME")
+
+
+def user_cache_directory(environment: Mapping[str, str]) -> Path:
+    """`find_cache_directory` for what needs one. Raises NoHomeDirectory."""
+    return _required(find_cache_directory(environment), "XDG_CACHE_HOME")
+
+
+def _directory(environment: Mapping[str, str], variable: str, usual: Path) -> Path | None:
+    base = environment.get(variable, "")
+    if os.path.isabs(base):
+        return Path(base, "stageline")
+    home = environment.get("HOME", "") or _home_of_user()
+    return None if home is None else Path(home) / usual / "stageline"
+
+
+def _home_of_user() -> str | None:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return None
+
+
+def _required(directory: Path | None, variable: str) -> Path:
+    if directory is None:
+        raise NoHomeDirectory(
+            f"there is no home directory: HOME is not set and user id {os.getuid()} has no passwd entry: set"
+            f" {variable} to a directory that this user may write to"
+        )
+    return directory
 
 
 def token_path(directory: Path, address: str) -> Path:

@@ -36,10 +36,18 @@ class TokenFile:
         self._path: Path | None = None
 
     def write(self, address: str) -> None:
-        """Write the file, named after the coordinator's listen address. Raises OSError."""
-        if self._directory is not None and self.token is not None:
-            self._path = token_path(self._directory, address)
-            write_secret(self._path, self.token)
+        """Write the file, named after the coordinator's listen address. Raises OSError with the remedy."""
+        if self._directory is None or self.token is None:
+            return
+        path = token_path(self._directory, address)
+        try:
+            write_secret(path, self.token)
+        except OSError as error:
+            raise OSError(
+                f"the operator token cannot be written to {path} ({error.strerror}): give --token-file FILE,"
+                " or set XDG_STATE_HOME to a directory that this user may write to"
+            ) from error
+        self._path = path
 
     def remove(self) -> None:
         """Remove the file, unless another coordinator has replaced its token."""

@@ -20,7 +20,7 @@ from stageline_rpc.internal.v1 import doctor_pb2
 from wire.addresses import Address
 from wire.channels import PROTOCOL_VERSION
 from wire.host_memory import available_memory_bytes
-from wire.user_files import state_directory, user_cache_directory
+from wire.user_files import find_cache_directory, find_state_directory
 
 LIBRARIES = ("torch", "grpcio", "protobuf", "numpy", "cryptography")
 _NVIDIA = Path("/proc/driver/nvidia/version")
@@ -64,7 +64,7 @@ def host_facts(
         memory_bytes=psutil.virtual_memory().total,
         available_memory_bytes=available_memory_bytes(),
         kernels_problem=_kernels_problem(),
-        disks=[_disk(path) for path in sorted({*directories, *_written(commands)})],
+        disks=[*map(_disk, sorted({*directories, *_written(commands)})), *_without_home()],
         max_open_files=_max_open_files(),
         ports=ports,
         models=list(_models(commands)),
@@ -120,10 +120,23 @@ def _max_open_files() -> int:
 
 def _written(commands: Iterable[ProcessCommand]) -> Iterator[Path]:
     """Directories to which the processes write."""
-    yield user_cache_directory(os.environ)
-    yield state_directory(os.environ)
+    for directory in (find_cache_directory(os.environ), find_state_directory(os.environ)):
+        if directory is not None:
+            yield directory
     for command in commands:
         yield from (used.path.parent for used in command.paths if used.is_written)
+
+
+def _without_home() -> Iterator[doctor_pb2.Disk]:
+    """Directories that a user without a home directory lacks."""
+    found = {
+        "XDG_CACHE_HOME": find_cache_directory(os.environ),
+        "XDG_STATE_HOME": find_state_directory(os.environ),
+    }
+    for variable, directory in found.items():
+        if directory is None:
+            problem = f"user id {os.getuid()} has no home directory, set {variable}"
+            yield doctor_pb2.Disk(path=f"${variable}", problem=problem)
 
 
 def _disk(path: Path) -> doctor_pb2.Disk:

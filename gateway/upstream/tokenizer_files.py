@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping
@@ -12,13 +13,15 @@ import grpc
 
 from gateway.upstream.contract import UpstreamFailure
 from stageline_rpc.v1 import inference_pb2
+from text.generation_defaults import read_generation_defaults
 from text.tokenizer_files import (
     MAX_BYTES,
     files_digest,
     has_vocabulary,
     is_tokenizer_file,
-    parse_generation_config,
 )
+
+log = logging.getLogger(__name__)
 
 
 class TokenizerFiles:
@@ -35,8 +38,12 @@ class TokenizerFiles:
         return self._current if self._current is not None and has_vocabulary(self._current) else None
 
     @property
-    def generation_config(self) -> dict[str, object]:
-        return {} if self._current is None else parse_generation_config(self._current)
+    def generation_config(self) -> dict[str, float]:
+        """Raises UpstreamFailure for values that no coordinator serves with."""
+        try:
+            return {} if self._current is None else read_generation_defaults(self._current)
+        except ValueError as error:
+            raise _broken(f"a wrong file: {error}") from error
 
     @property
     def known_sha256(self) -> str:
@@ -51,15 +58,33 @@ class TokenizerFiles:
         return is_stored
 
     def store(self, sha256: str, files: Mapping[str, bytes]) -> None:
-        """Store files whole, and use them. Raises ValueError if their digest is another one."""
+        """Store files whole, and use them; in a temporary directory if the cache cannot be written.
+
+        Raises ValueError if their digest is another one, and OSError.
+        """
         if files_digest(files) != sha256:
             raise ValueError(f"the tokenizer's files do not have the digest {sha256}")
+        try:
+            self._write(sha256, files)
+        except OSError as error:
+            if self._temporary is not None:
+                raise
+            log.warning("cannot cache the tokenizer, it will be fetched at each start: %s", error)
+            self._temporary = tempfile.mkdtemp(prefix="stageline-tokenizer-")
+            self._root = Path(self._temporary)
+            self._write(sha256, files)
+
+    def _write(self, sha256: str, files: Mapping[str, bytes]) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(dir=self._root))
-        for name, content in files.items():
-            path = fresh / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(content)
+        try:
+            for name, content in files.items():
+                path = fresh / name
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(content)
+        except OSError:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
         try:
             fresh.rename(self._root / sha256)
         except OSError:

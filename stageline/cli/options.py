@@ -16,7 +16,7 @@ from stageline.version import VERSION
 from wire.exit_codes import error_line
 from wire.flags import peer_address
 from wire.transport import tls_directory
-from wire.user_files import read_secret, state_directory, token_paths
+from wire.user_files import NoHomeDirectory, read_secret, state_directory, token_paths
 
 if TYPE_CHECKING:
     from telemetry.service_manager import NotifySettings
@@ -97,8 +97,11 @@ def read_token(path: Path | None) -> str | None:
 
 
 def default_token_directory() -> Path:
-    """Directory of the generated token of a coordinator without --token-file."""
-    return state_directory(os.environ) / "tokens"
+    """Directory of the generated token of a coordinator without --token-file. Raises CommandFailed."""
+    try:
+        return state_directory(os.environ) / "tokens"
+    except NoHomeDirectory as error:
+        raise CommandFailed(f"{error}, or give --token-file FILE", reason="NO_TOKEN") from None
 
 
 def operator_token(path: Path | None, coordinator: str) -> str:

@@ -34,7 +34,7 @@ from stageline.cli.tables import recurrent_states, windowed_blocks
 from wire.device_rates import DeviceRates
 from wire.errors import reason_of
 from wire.sizes import format_size, parse_size
-from wire.user_files import user_cache_directory
+from wire.user_files import find_cache_directory
 
 if TYPE_CHECKING:
     from coordinator.model import ServedModel
@@ -336,7 +336,7 @@ def plan(
         context,
         flags,
         num_stages=len(capacities),
-        cache_directory=user_cache_directory(os.environ),
+        cache_directory=find_cache_directory(os.environ),
     )
     _show_plan(config, capacities, as_json=as_json)
     return 0

@@ -19,7 +19,7 @@ from stageline.cli.options import (
     telemetry_settings,
 )
 from telemetry import logs
-from wire.user_files import state_directory, user_cache_directory
+from wire.user_files import find_cache_directory, find_state_directory
 
 
 @takes(config_parameters(CoordinatorConfig), file_parameters(CoordinatorConfig))
@@ -30,8 +30,8 @@ def coordinator(context: typer.Context, **flags: Any) -> int:
         context,
         flags,
         token=read_token(flags["token_file"]),
-        token_directory=default_token_directory(),
-        cache_directory=user_cache_directory(os.environ),
+        token_directory=None if flags["token_file"] else default_token_directory(),
+        cache_directory=find_cache_directory(os.environ),
         telemetry=telemetry_settings(),
         notify=notify_settings(),
     )
@@ -53,8 +53,8 @@ def worker(context: typer.Context, **flags: Any) -> int:
         WorkerConfig,
         context,
         flags,
-        cache_directory=user_cache_directory(os.environ),
-        state_directory=state_directory(os.environ),
+        cache_directory=find_cache_directory(os.environ),
+        state_directory=find_state_directory(os.environ),
         telemetry=telemetry_settings(),
         notify=notify_settings(),
     )
@@ -87,7 +87,7 @@ def gateway(context: typer.Context, **flags: Any) -> int:
         GatewayConfig,
         context,
         flags,
-        cache_directory=user_cache_directory(os.environ),
+        cache_directory=find_cache_directory(os.environ),
         telemetry=telemetry_settings(),
         notify=notify_settings(),
     )

@@ -17,7 +17,8 @@ from stageline.support.bundle import bundle_file, write_parts
 from stageline.support.redaction import Redactor
 from wire.addresses import DEFAULT_ADDRESS, Address, local_address, parse_address
 from wire.exit_codes import ExitCode
-from wire.user_files import state_directory
+from wire.foreign_text import printable_line
+from wire.user_files import find_state_directory
 
 _Metrics: TypeAlias = Annotated[
     list[str] | None,
@@ -62,7 +63,7 @@ def support_bundle(
             ),
             *sources.log_parts(log or [], _units(spec)),
         ]
-        redactor = Redactor(sources.known_secrets(state_directory(os.environ), spec, tls_dir))
+        redactor = Redactor(sources.known_secrets(find_state_directory(os.environ), spec, tls_dir))
         missing = write_parts(output, parts, redactor)
     _report(out, len(parts), missing)
     return ExitCode.DONE
@@ -70,7 +71,7 @@ def support_bundle(
 
 def _report(out: Path, num_parts: int, missing: Mapping[str, str]) -> None:
     for name, problem in missing.items():
-        print(f"without {name}: {problem}")
+        print(f"without {name}: {printable_line(problem)}")
     collected = f"{num_parts - len(missing)} of {num_parts} parts"
     print(f"{out} has {collected}, without known secrets: look before you send it")
 

@@ -31,7 +31,7 @@ from wire.addresses import DEFAULT_ADDRESS, is_free, parse_address
 from wire.channels import raise_file_limit
 from wire.errors import reason_of
 from wire.flags import OFF, parameter_of
-from wire.user_files import user_cache_directory
+from wire.user_files import find_cache_directory
 
 _UNKNOWN_MEMORY_BYTES = 2**50  # for a GPU, whose memory only its worker can read: any plan fits
 
@@ -180,7 +180,7 @@ def up(context: typer.Context, **flags: Any) -> int:
         num_stages=num_workers,
         http=ANY_PORT,
         token=options.read_token(flags["token_file"]),
-        cache_directory=user_cache_directory(os.environ),
+        cache_directory=find_cache_directory(os.environ),
     )
     if mocks:
         _check_mocks(flags)

@@ -183,10 +183,16 @@ def _fetch(url: str, authority: Path | None) -> str:
     return content.decode(errors="replace")
 
 
-def known_secrets(state: Path, spec: ClusterSpec | None, tls_dir: Path | None) -> Iterator[str]:
-    """Secrets in files of this host that this user may read, to remove them wherever they are."""
-    paths = [path for folder in _SECRETS for path in (state / folder).glob("**/*")]
-    keys = [state / "certificates"]
+def known_secrets(state: Path | None, spec: ClusterSpec | None, tls_dir: Path | None) -> Iterator[str]:
+    """Secrets in files of this host that this user may read, to remove them wherever they are.
+
+    `state` is the user's state directory; None without a home.
+    """
+    paths: list[Path] = []
+    keys: list[Path] = []
+    if state is not None:
+        paths += [path for folder in _SECRETS for path in (state / folder).glob("**/*")]
+        keys.append(state / "certificates")
     if tls_dir is not None:
         keys.append(tls_dir)
     if spec is not None:

@@ -1,5 +1,6 @@
 """Usage errors are one line and exit code 2."""
 
+import pwd
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,47 @@ def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest
             telemetry=read_environment({}, version=VERSION),
         )
     ]
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without a home directory, as in containers with arbitrary user ids."""
+
+    def no_entry(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    for variable in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.usefixtures("no_home")
+def test_processes_start_without_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text("a" * 20)
+    (tmp_path / "token").chmod(0o600)
+    coordinators = _catch_config(monkeypatch, "coordinator.server")
+    assert main(["coordinator", "--stages", "1", "--token-file", str(tmp_path / "token")]) == 3
+    assert (coordinators[0].token, coordinators[0].token_directory) == ("a" * 20, None)
+    workers = _catch_config(monkeypatch, "stage_worker.server")
+    assert main(["worker"]) == 3
+    assert (workers[0].cache_directory, workers[0].state_directory) == (None, None)
+    gateways = _catch_config(monkeypatch, "gateway.server")
+    assert main(["gateway"]) == 3
+    assert gateways[0].cache_directory is None
+
+
+@pytest.mark.usefixtures("no_home")
+@pytest.mark.parametrize(
+    "line", ["coordinator --stages 1", "drain w0", "cancel 0190a0b0-0000-7000-8000-000000000001"]
+)
+def test_what_needs_a_home_directory_says_which_variable_to_set(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 1
+    _, text = parse_error_line(capsys.readouterr().err)
+    assert text.startswith("there is no home directory: HOME is not set and user id")
+    assert "set XDG_STATE_HOME to a directory that this user may write to" in text
+    assert ("--token-file FILE" in text) is not line.startswith("cancel")
 
 
 def test_the_cache_of_a_worker_is_its_own_unless_it_has_a_directory(

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from wire import user_files
 from wire.user_files import (
+    NoHomeDirectory,
+    find_cache_directory,
+    find_state_directory,
     read_secret,
     state_directory,
     token_path,
@@ -71,3 +75,32 @@ def test_the_state_directory_is_private_to_the_user() -> None:
     assert state_directory({"XDG_STATE_HOME": "/x"}) == Path("/x/stageline")
     assert state_directory({"XDG_STATE_HOME": "relative"}) == Path.home() / ".local/state/stageline"
     assert state_directory({}) == Path.home() / ".local/state/stageline"
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without a passwd entry, as in containers with arbitrary user ids."""
+
+    def no_entry(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(user_files.pwd, "getpwuid", no_entry)
+
+
+@pytest.mark.usefixtures("no_home")
+@pytest.mark.parametrize("environment", [{}, {"HOME": ""}, {"XDG_STATE_HOME": "a", "XDG_CACHE_HOME": "a"}])
+def test_a_user_without_home_has_no_directories_and_is_told_which_variable_to_set(
+    environment: dict[str, str],
+) -> None:
+    assert find_state_directory(environment) is None
+    assert find_cache_directory(environment) is None
+    with pytest.raises(NoHomeDirectory, match=r"HOME is not set and user id .* set XDG_STATE_HOME"):
+        state_directory(environment)
+    with pytest.raises(NoHomeDirectory, match="set XDG_CACHE_HOME to a directory"):
+        user_cache_directory(environment)
+
+
+@pytest.mark.usefixtures("no_home")
+def test_variables_stand_for_a_missing_home() -> None:
+    assert find_state_directory({"XDG_STATE_HOME": "/x"}) == Path("/x/stageline")
+    assert find_cache_directory({"HOME": "/h"}) == Path("/h/.cache/stageline")
