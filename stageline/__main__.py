@@ -1,15 +1,20 @@
 """Entry point of the `stageline` command; imports nothing slow."""
 
+import codecs
+import io
 import os
 import signal
 import sys
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from wire.exit_codes import ExitCode
+
+_UNENCODABLE = "stageline.unencodable"
 
 
 def main() -> int:
     """Runs the command line of this process and returns its exit code (see `stageline.cli.main`)."""
+    _accept_all_text()
     # gRPC reads this on import. Its own log lines are about opened and closed connections; commands report
     # the relevant ones themselves.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -25,6 +30,30 @@ def main() -> int:
 
     signal.signal(signal.SIGINT, handler)
     return run()
+
+
+def _accept_all_text() -> None:
+    """Let standard streams take any text: a terminal need not be UTF-8, and a stream may be closed."""
+    codecs.register_error(_UNENCODABLE, _escape_unencodable)
+    sys.stdout = sys.stdout or _discarding()
+    sys.stderr = sys.stderr or _discarding()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_UNENCODABLE)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="backslashreplace")
+
+
+def _discarding() -> TextIO:
+    return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+
+
+def _escape_unencodable(error: UnicodeError) -> tuple[str, int]:
+    r"""Replace characters by \uXXXX, which JSON has as well, so that JSON stays valid."""
+    assert isinstance(error, UnicodeEncodeError)
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass").hex()
+    escapes = (f"\\u{units[begin : begin + 4]}" for begin in range(0, len(units), 4))
+    return "".join(escapes), error.end
 
 
 def _leave(number: int, frame: object) -> NoReturn:

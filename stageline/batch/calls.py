@@ -9,19 +9,16 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 
 import orjson
-from httpx2 import AsyncClient, ConnectError, ConnectTimeout, HTTPError, Limits, Response, Timeout
+from httpx2 import AsyncClient, ConnectError, ConnectTimeout, HTTPError, Limits, ProxyError, Response, Timeout
 
 from stageline.batch.files import BatchRequest
+from stageline.gateway_client import GatewayUnreachable, open_gateway_client, unreachable
 
 _CONNECT_TIMEOUT_S = 10.0
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 8.0
 _RETRIED = {408, 409, 429}
 _OVERLOADED = {429, 503}
-
-
-class GatewayUnreachable(Exception):
-    """No connection to the gateway, or something else is there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +89,7 @@ async def send_all(
     waiting, has_answered = iter(requests), False
     timeout = Timeout(limits.timeout_s, connect=_CONNECT_TIMEOUT_S, pool=None)
     connections = Limits(max_connections=limits.concurrency, max_keepalive_connections=limits.concurrency)
-    async with AsyncClient(base_url=gateway_url, timeout=timeout, limits=connections) as http:
+    async with open_gateway_client(gateway_url, timeout=timeout, limits=connections) as http:
 
         async def send_some() -> None:
             nonlocal has_answered
@@ -124,8 +121,8 @@ async def _send(
         except HTTPError as error:
             pause_s = pauses.after_failure()
             message = str(error) or type(error).__name__
-            if pause_s is None and isinstance(error, ConnectError | ConnectTimeout):
-                raise GatewayUnreachable(f"no connection to {http.base_url}: {message}") from None
+            if pause_s is None and isinstance(error, ConnectError | ConnectTimeout | ProxyError):
+                raise unreachable(str(http.base_url), message) from None
             if pause_s is None:
                 return None, {"code": "connection_error", "message": message}
         else:

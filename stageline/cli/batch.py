@@ -13,9 +13,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stageline.batch.calls import CallLimits, GatewayUnreachable, send_all
+from stageline.batch.calls import CallLimits, send_all
 from stageline.batch.files import BatchInput, BatchOutput
 from stageline.cli.options import CommandFailed, build_config, option_parser, parse_non_negative
+from stageline.gateway_client import GatewayUnreachable
 from wire.exit_codes import ExitCode
 
 

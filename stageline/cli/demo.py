@@ -2,7 +2,7 @@
 
 import asyncio
 
-from httpx2 import AsyncClient
+from httpx2 import HTTPError
 from rich.console import Console
 
 from coordinator.config import CoordinatorConfig
@@ -14,6 +14,8 @@ from stageline.cli.tables import topology_view
 from stageline.cli.up import ANY_PORT, GATEWAY_TIMEOUT_S, SET_BY_CLUSTER, check_plan, wait_until_serving
 from stageline.client.client import Client
 from stageline.client.errors import StagelineError
+from stageline.gateway_client import open_gateway_client
+from wire.exit_codes import LOG_LINE
 
 PROMPT = "Once upon a time"
 
@@ -62,8 +64,11 @@ async def run_demo(config: LocalRun) -> None:
 async def _ask(url: str) -> str:
     """Return the gateway's answer to one chat message."""
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": _ANSWER_TOKENS, "temperature": 0}
-    async with AsyncClient(timeout=_GENERATE_TIMEOUT_S) as client:
-        response = await client.post(f"{url}/v1/chat/completions", json=body)
+    try:
+        async with open_gateway_client(url, timeout=_GENERATE_TIMEOUT_S) as client:
+            response = await client.post("/v1/chat/completions", json=body)
+    except HTTPError as error:
+        raise ClusterFailed(f"the gateway does not answer: {error}") from error
     if response.is_error:
         raise ClusterFailed(f"the gateway answers {response.status_code}: {response.text}")
     return str(response.json()["choices"][0]["message"]["content"])
@@ -75,6 +80,6 @@ async def _complete(cluster: LocalCluster) -> Report:
             outputs = client.generate(PROMPT, max_tokens=_MAX_TOKENS, timeout_s=_GENERATE_TIMEOUT_S)
             return await show_stream(outputs, live(as_token_ids=False))
     except StagelineError as error:
-        lines = "\n".join(f"  | {line}" for line in cluster.coordinator.last_lines())
-        text = f"{error}; the coordinator's log ends with\n{lines}"
+        problem = f"{error}; the coordinator's log ends with"
+        text = LOG_LINE.join([problem, *cluster.coordinator.last_lines()])
         raise CommandFailed(text, reason=error.reason) from error

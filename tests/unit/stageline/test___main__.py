@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -80,3 +81,52 @@ def test_a_command_loads_no_library_of_other_commands(command: str) -> None:
     code = f"import sys; from stageline.cli import make_app; make_app({command!r}); print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "llguidance", "tokenizers", "sqlite3"} & set(run.stdout.split())
+
+
+PATHS = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")])}
+
+
+def run_in(encoding: str, *words: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs Python with standard streams of this encoding, which refuse other characters."""
+    environment = {**os.environ, **PATHS, "PYTHONIOENCODING": f"{encoding}:strict"}
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, env=environment, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_text_that_the_terminal_cannot_show_is_escaped(as_json: bool, tmp_path: Path) -> None:
+    directory = tmp_path / "né 😀"
+    directory.mkdir()
+    words = ["-m", "stageline", "plan", "--check", str(directory), *(["--json"] if as_json else [])]
+    run = run_in("ascii", *words)
+    assert (run.returncode, run.stderr) == (1, b"")
+    if as_json:
+        assert json.loads(run.stdout)["directory"] == str(directory)
+        return
+    assert run.stdout.decode("ascii").startswith(f"{tmp_path}/n\\u00e9 \\ud83d\\ude00 is not served:")
+    shown = run_in("latin-1", *words).stdout.decode("latin-1")
+    assert shown.startswith(f"{tmp_path}/né \\ud83d\\ude00 is not served:")
+
+
+SHOW_JSON = """
+import json, stageline.__main__ as entry
+entry._accept_all_text()
+print(json.dumps("né 😀", ensure_ascii=False))
+"""
+
+
+def test_an_escape_in_json_is_one_that_json_has() -> None:
+    assert json.loads(run_in("ascii", "-c", SHOW_JSON).stdout.decode("ascii")) == "né 😀"
+
+
+def test_a_closed_standard_output_is_no_error(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "stageline", "plan", "--check", str(tmp_path)]
+    run = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *words],
+        stderr=subprocess.PIPE,
+        env={**os.environ, **PATHS},
+        timeout=120,
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (1, b"")
