@@ -18,6 +18,7 @@ from stage_worker.assignment import (
     wants,
 )
 from stage_worker.backends.backend import (
+    LoadCancelled,
     LoadedStage,
     LoadProgress,
     OtherCheckpoint,
@@ -40,6 +41,7 @@ from stageline_rpc.v1 import cluster_pb2
 from wire.channels import check_protocol_version
 from wire.clock import ClusterClock
 from wire.errors import InvalidRequest, Overloaded, StaleStream, StepFaultKind
+from wire.foreign_text import printable_line
 from wire.ids import Incarnation, new_incarnation
 from wire.log_context import log_context
 from wire.payload_memory import memory_domain
@@ -165,6 +167,8 @@ class StageManager:
         self._loaded: LoadedStage | None = None
         self._loading: Assignment | None = None
         self._load_progress: LoadProgress | None = None
+        self._load_problem = ""
+        """Why the last load failed; empty after one that did not."""
         self._session: EpochSession | None = None
         self._last_epoch, self._epoch_began = 0, asyncio.Event()
 
@@ -284,6 +288,7 @@ class StageManager:
         if loaded is None:
             if self._load_progress is not None:
                 heartbeat.load_progress = self._load_progress.fraction
+            heartbeat.load_problem = printable_line(self._current_problem)
             return heartbeat
         stats = loaded.executor.stats
         heartbeat.weights = self._weights.level
@@ -308,6 +313,12 @@ class StageManager:
             heartbeat.hop_transport = session.hop_transport
             heartbeat.same_host_fallback = session.same_host_fallback
         return heartbeat
+
+    @property
+    def _current_problem(self) -> str:
+        """Why the load does not proceed, or why the last one failed."""
+        progress = self._load_progress if self._loading is not None else None
+        return (progress.problem if progress is not None else "") or self._load_problem
 
     async def _execute(self, order: Order | _Connected | _Disconnected, reply: Reply) -> None:
         match order:
@@ -399,6 +410,8 @@ class StageManager:
             else:
                 await self._load(assignment)
         except (ValueError, StageLoadError) as error:
+            if not isinstance(error, LoadCancelled):
+                self._load_problem = str(error)
             log.error(
                 "failed to load plan %d: %s", message.plan_id, error, extra=log_context(stage=message.stage)
             )
@@ -406,10 +419,13 @@ class StageManager:
                 asyncio.get_running_loop().call_later(WORKER_POLICY.load_again_s, self._rejoin_unless_used)
             return join_pb2.JoinRequest(
                 load_failed=join_pb2.LoadFailed(
-                    plan_id=message.plan_id, reason=str(error), is_final=isinstance(error, OtherCheckpoint)
+                    plan_id=message.plan_id,
+                    reason=printable_line(str(error)),
+                    is_final=isinstance(error, OtherCheckpoint),
                 )
             )
         assert self._loaded is not None
+        self._load_problem = ""
         self._weights.begin_stage(self._loaded.source)
         if problem := self._weights.problem(self._loaded.source):
             self._loaded = None

@@ -232,7 +232,7 @@ def read_small(source: WeightSource, file: PinnedFile, ending: threading.Event |
     limit = _LIMITS.get(file.name, MAX_TEXT_BYTES)
     if file.size_bytes > limit:
         raise FileTooLarge(f"{source.where(file.name)} has {file.size_bytes} bytes, the limit is {limit}")
-    return _patiently(lambda: source.read(file, 0, file.size_bytes), ending or threading.Event())
+    return _patiently(source, lambda: source.read(file, 0, file.size_bytes), ending or threading.Event())
 
 
 def _read_header(source: WeightSource, file: PinnedFile, ending: threading.Event) -> bytes:
@@ -240,11 +240,11 @@ def _read_header(source: WeightSource, file: PinnedFile, ending: threading.Event
     where = source.where(file.name)
     if file.size_bytes < 8:
         raise BadHeader(f"{where} has {file.size_bytes} bytes, too few for a safetensors header")
-    prefix = _patiently(lambda: source.read(file, 0, 8), ending)
+    prefix = _patiently(source, lambda: source.read(file, 0, 8), ending)
     length = int.from_bytes(prefix, "little")
     if length > min(MAX_HEADER_BYTES, file.size_bytes - 8):
         raise BadHeader(f"{where} claims a header of {length} bytes in a file of {file.size_bytes} bytes")
-    return prefix + _patiently(lambda: source.read(file, 8, 8 + length), ending)
+    return prefix + _patiently(source, lambda: source.read(file, 8, 8 + length), ending)
 
 
 def _read_gguf_header(
@@ -253,7 +253,7 @@ def _read_gguf_header(
     """The header of a GGUF file; writes the tensor beside it that belongs to the config, if there is one."""
 
     def read(begin: int, end: int) -> bytes:
-        return _patiently(lambda: source.read(file, begin, end), ending)
+        return _patiently(source, lambda: source.read(file, begin, end), ending)
 
     stream = RangeStream(read, file.size_bytes)
     found = parse_gguf_file(stream, Path(file.name), size_bytes=file.size_bytes)
@@ -265,18 +265,25 @@ def _read_gguf_header(
 
 
 def _patiently(
-    read: Callable[[], bytes], ending: threading.Event, policy: TransferPolicy = DEFAULT_TRANSFER
+    source: WeightSource,
+    read: Callable[[], bytes],
+    ending: threading.Event,
+    policy: TransferPolicy = DEFAULT_TRANSFER,
 ) -> bytes:
     """Try again while the source is unavailable, until `ending` is set. Raises its last error."""
     for num_failures in range(1, NUM_TRIES):
         try:
-            return read()
+            content = read()
         except SourceUnavailable as error:
+            source.problem = str(error)
             wait_s = min(error.retry_after_s or policy.wait_s(num_failures), policy.max_wait_s)
             if not ending.is_set():
                 log.info("%s: trying again in %.1f s", error, wait_s)
             if ending.wait(wait_s):
                 raise
+        else:
+            source.problem = ""
+            return content
     return read()
 
 

@@ -47,6 +47,8 @@ class WeightSource(ABC):
 
     location: RemoteModel | str
     """For messages; with a revision that does not move, where there are revisions."""
+    problem: str = ""
+    """Why the last request failed, set by fetches that try again; empty while bytes arrive."""
 
     def where(self, name: str) -> str:
         """Address of a file, for messages."""

@@ -170,6 +170,7 @@ class Transfer:
             if self._is_stopping:
                 raise _Stopped
             self._last_byte_s = monotonic()
+            self._source.problem = ""
             self._received_bytes += num_bytes
             self._done_bytes += num_bytes if is_wanted else 0
 
@@ -177,7 +178,7 @@ class Transfer:
         """Let this connection wait; a source that names a time lets all of them wait."""
         wait_s = self._policy.wait_s(num_failures)
         with self._changed:
-            self._last_failure = str(error)
+            self._last_failure = self._source.problem = str(error)
             if error.retry_after_s is not None:
                 self._resume_at_s = max(self._resume_at_s, monotonic() + self._honoured_s(error))
                 wait_s = 0.0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import WorkerRecord, WorkerState
 from coordinator.cluster.messages import ROLE_TO_MESSAGE
+from coordinator.cluster.state_machine import ClusterState
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
@@ -43,6 +44,8 @@ WORKER_STATE_TO_MESSAGE: dict[WorkerState, cluster_pb2.WorkerState.ValueType] = 
     WorkerState.DRAINING: cluster_pb2.WORKER_STATE_DRAINING,
     WorkerState.QUARANTINED: cluster_pb2.WORKER_STATE_QUARANTINED,
 }
+_LOADS = (WorkerState.LOADING, WorkerState.SPARE)
+"""States of workers that load a stage, or that may be asked to again after a failure."""
 CHECK_OUTCOME_TO_MESSAGE: dict[CheckOutcome, cluster_pb2.SelfCheckVerdict.ValueType] = {
     CheckOutcome.NOT_RUN: cluster_pb2.SELF_CHECK_VERDICT_NOT_RUN,
     CheckOutcome.RUNNING: cluster_pb2.SELF_CHECK_VERDICT_RUNNING,
@@ -108,7 +111,7 @@ class StatusReporter:
             kv_dtype=number_of(self._model.kv_dtype),
             implementation=IMPLEMENTATION_TO_MESSAGE[self._model.implementation],
             state=PHASE_TO_MESSAGE[state.phase],
-            detail="; ".join(filter(None, (state.detail, self._memory_limits.text))),
+            detail="; ".join(filter(None, self._details(workers))),
             epoch=state.epoch,
             num_stages=state.num_stages,
             block_size=0 if plan is None else plan.block_size,
@@ -191,6 +194,10 @@ class StatusReporter:
 
         return sorted(self._members, key=order)
 
+    def _details(self, workers: Iterable[cluster_pb2.WorkerStatus]) -> tuple[str, ...]:
+        """Why the cluster is in its state."""
+        return self._state.detail, *_held_up(self._state, workers), self._memory_limits.text
+
     def _lost_workers(self) -> Iterator[cluster_pb2.WorkerStatus]:
         """Recently lost workers that have not rejoined."""
         now_s = asyncio.get_running_loop().time()
@@ -225,6 +232,8 @@ class StatusReporter:
         connection = self._connections.get(identity.name)
         if connection is not None:
             _copy_heartbeat(connection.heartbeat, status)
+            if record.state in _LOADS:
+                status.detail = connection.heartbeat.load_problem or status.detail
             if stage is not None:
                 status.kernels, status.kernels_detail = connection.kernels, connection.kernels_detail
             age_s = asyncio.get_running_loop().time() - connection.last_message_s
@@ -248,6 +257,15 @@ class StatusReporter:
             kept=numbers.num_kept,
             orphaned=numbers.ended.orphaned,
         )
+
+
+def _held_up(state: ClusterState, workers: Iterable[cluster_pb2.WorkerStatus]) -> list[str]:
+    """The workers whose loads do not proceed, while the cluster waits for them."""
+    if state.phase is not ClusterPhase.LOADING:
+        return []
+    loading = cluster_pb2.WORKER_STATE_LOADING
+    held_up = (worker for worker in workers if worker.state == loading and worker.detail)
+    return [f"worker {worker.name}: {worker.detail}" for worker in held_up]
 
 
 def _window_blocks(plan: Plan) -> list[cluster_pb2.WindowBlocks]:

@@ -13,6 +13,7 @@ from stage_worker.backends.hop_memory import HopMemory
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.weights_check import LoadedFrom
 from weights.progress import FetchProgress
+from weights.source import WeightSource
 from wire.device_rates import DeviceRates
 from wire.gpu import DeviceMemory, Gpu
 from wire.reference import Reference
@@ -49,6 +50,8 @@ class LoadProgress:
         """Set while weights are fetched over the network."""
         self.fetch_detail = ""
         """How they were fetched, and which sources failed."""
+        self.sources: tuple[WeightSource, ...] = ()
+        """Of weights that are fetched."""
         self._expected_bytes: int | None = None
         self._is_cancelled = False
 
@@ -58,6 +61,11 @@ class LoadProgress:
         if self._expected_bytes is None:
             return 0.0
         return self.read_bytes / self._expected_bytes if self._expected_bytes else 1.0
+
+    @property
+    def problem(self) -> str:
+        """Why the load does not proceed; empty while it does."""
+        return next((source.problem for source in self.sources if source.problem), "")
 
     def cancel(self) -> None:
         """Cancel the load at its next chunk."""

@@ -142,6 +142,7 @@ class RemoteWeights:
         def check() -> None:
             progress.advance(0)
 
+        progress.sources = (origin,)
         with closing(origin), _change_is_final():
             cached = cache.model(origin, pins, check=check)
             if has_head:
@@ -155,6 +156,7 @@ class RemoteWeights:
             shared=_source(model, origin, connections, cached),
             from_origin=frozenset(self._refetched.get(pins.key, ())),
         )
+        progress.sources = (sources.origin, sources.shared)
         return _RemoteFiles(checkpoint, model, sources, cache, cached, progress, self._lock)
 
     def _opened(self) -> TensorCache:

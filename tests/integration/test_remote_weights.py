@@ -149,6 +149,57 @@ async def test_a_manifest_proves_every_byte_and_a_wrong_one_is_never_served(
             assert await tokens_of(cluster) == tokens
 
 
+def is_of_weights(request: Request) -> bool:
+    return request.path.endswith(".safetensors") and request.begin > 8
+
+
+def is_of_config(request: Request) -> bool:
+    return request.path.endswith("/config.json")
+
+
+@pytest.mark.parametrize("is_refused", [is_of_weights, is_of_config])
+async def test_status_names_the_source_that_holds_up_a_load(
+    is_refused: Callable[[Request], bool], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(handler: Handler, request: Request) -> bool:
+        if is_refused(request):
+            handler.answer(503, {})
+        return is_refused(request)
+
+    def is_named(status: cluster_pb2.GetStatusResponse) -> bool:
+        details = [worker.detail for worker in status.workers if worker.detail]
+        return any("answered 503" in detail for detail in details) and "answered 503" in status.detail
+
+    with range_server(model) as server:
+        async with remote_cluster(server, tmp_path, waits=False, num_workers=0) as cluster:
+            server.misbehave = refuse
+            for index in range(len(LAYERS)):
+                await cluster.start_worker(f"w{index}")
+            status = await cluster.wait_status(is_named)
+            assert status.detail.startswith("workers are loading their layers; worker w")
+            server.misbehave = None
+            status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+            assert status.detail == "" and not any(worker.detail for worker in status.workers)
+
+
+async def test_a_worker_reports_the_failure_of_a_load_from_disk_until_a_load_succeeds(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "llama", num_layers=4)
+    weights, away = model / "model.safetensors", tmp_path / "away"
+    async with Cluster(model, layers=(4,), self_check=False, waits=False, num_workers=0) as cluster:
+        weights.rename(away)
+        first = await cluster.start_worker("w0")
+
+        def is_named(status: cluster_pb2.GetStatusResponse) -> bool:
+            return any("model.safetensors" in worker.detail for worker in status.workers)
+
+        await cluster.wait_status(is_named)
+        assert "model.safetensors" in first.worker._stage.heartbeat().load_problem
+        away.rename(weights)
+        second = await cluster.start_worker("w1")
+        await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+        assert second.worker._stage.heartbeat().load_problem == ""
+
+
 @pytest.mark.full
 async def test_workers_join_again_by_themselves_after_an_outage_of_the_source(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -414,6 +414,7 @@ class Heartbeat(_message.Message):
     CUDA_GRAPHS_FIELD_NUMBER: _builtins.int
     HOP_TRANSPORT_FIELD_NUMBER: _builtins.int
     SAME_HOST_FALLBACK_FIELD_NUMBER: _builtins.int
+    LOAD_PROBLEM_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """0 while the worker holds no stage."""
     num_steps: _builtins.int
@@ -445,6 +446,10 @@ class Heartbeat(_message.Message):
     same_host_fallback: _builtins.str
     """Why hidden states do not travel the fastest way to the next stage, or from the previous one, which is on the same
     host; empty otherwise.
+    """
+    load_problem: _builtins.str
+    """Why the load does not proceed, such as a source of weights that does not respond, or why the last load failed; empty
+    otherwise.
     """
     @_builtins.property
     def kv(self) -> _cluster_pb2.KvUsage: ...
@@ -488,10 +493,11 @@ class Heartbeat(_message.Message):
         cuda_graphs: _cluster_pb2.CudaGraphs | None = ...,
         hop_transport: _cluster_pb2.HopTransport.ValueType = ...,
         same_host_fallback: _builtins.str = ...,
+        load_problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "cuda_graphs", b"cuda_graphs", "device_memory", b"device_memory", "fetch", b"fetch", "kv", b"kv", "kv_integrity", b"kv_integrity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "certificate", b"certificate", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "cuda_graphs", b"cuda_graphs", "device_memory", b"device_memory", "epoch", b"epoch", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "hop_transport", b"hop_transport", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_progress", b"load_progress", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "resident_bytes", b"resident_bytes", "same_host_fallback", b"same_host_fallback", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "certificate", b"certificate", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "cuda_graphs", b"cuda_graphs", "device_memory", b"device_memory", "epoch", b"epoch", "fetch", b"fetch", "fetch_detail", b"fetch_detail", "hop_transport", b"hop_transport", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_problem", b"load_problem", "load_progress", b"load_progress", "num_steps", b"num_steps", "payload_fallback", b"payload_fallback", "resident_bytes", b"resident_bytes", "same_host_fallback", b"same_host_fallback", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -926,7 +932,9 @@ class ModelRef(_message.Message):
     fingerprint.
     """
     @_builtins.property
-    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """End a sequence: those of the config, of the generation config and of the tokenizer, which no worker loads."""
+
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinnedFile]:
         """The files at the version that is served."""
