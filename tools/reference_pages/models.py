@@ -106,8 +106,8 @@ consolidated.safetensors.index.json. With a config.json, that and its files are 
   Small 4 always multiplies them, as transformers does.
 * `quantization` is fp8 with a scale per tensor (`qscale_weight`); it, or `quantization_config`, may also be
   an object of compressed-tensors, whose `ignore` has vLLM's names of modules, as published.
-* Without `max_position_embeddings` and `max_seq_len`, sequences have up to 128,000 tokens. Id 1 begins and id
-  2 ends a text, unless generation_config.json says otherwise.
+* Without `max_position_embeddings` and `max_seq_len`, sequences have up to 128,000 tokens. Id 1 begins a
+  text, unless generation_config.json says otherwise, and id 2 ends it.
 * The tokenizer is made of tekken.json, without further packages, if there is no tokenizer.json; structured
   output uses it, too. A `chat_template.jinja` beside it is the chat template. Where it is missing,
   mistral-common writes it:
@@ -119,6 +119,22 @@ convert_tokenizer_to_chat_template as t; print(t('tekken.json'))" > chat_templat
 ```
 
 A file elsewhere is given to the gateway with `--chat-template`.
+"""
+_FILES = """
+## Files of a checkpoint
+
+* A text ends at the ids of `eos_token_id` in generation_config.json and in config.json, and at the
+  tokenizer's `eos_token`: at all of them.
+* `temperature`, `top_k`, `top_p`, `min_p`, `typical_p` and `repetition_penalty` of generation_config.json are
+  defaults of HTTP requests. A value that no request may have is an error when a coordinator starts.
+* The chat template is in chat_template.jinja, in tokenizer_config.json, or else in chat_template.json.
+* Links are followed to files of the same name, into the directory, and into one store: `blobs` of the model
+  in Hugging Face's cache, or files named by their hash in a folder beside the directory. Any other link of a
+  text file is refused with its target, as clients get these texts: `cp -rL DIR COPY` makes a copy without
+  links.
+* Pointers of Git LFS in place of files are refused by name: `git lfs pull` fetches the files.
+* model.safetensors.index.json lists all tensors of its files.
+* Numbers in JSON files and headers have at most 64 digits, shapes at most 16 dimensions.
 """
 _VERIFIED = f"""
 ## Check of a checkpoint
@@ -230,6 +246,12 @@ def models() -> str:
     return "".join(
         (
             *(_MODELS, table(header, rows), _WINDOWS, table(("`quant_method`", "formats"), formats)),
-            *(_GGUF, table(("`general.architecture`", "`model_type`"), architectures), _MISTRAL, _VERIFIED),
+            *(
+                _GGUF,
+                table(("`general.architecture`", "`model_type`"), architectures),
+                _MISTRAL,
+                _FILES,
+                _VERIFIED,
+            ),
         )
     )
