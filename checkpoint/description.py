@@ -14,7 +14,7 @@ from checkpoint.files import CONFIG_FILE, PARAMS_FILE, is_named, read_json_objec
 from checkpoint.generation_config import read_generation_config
 from checkpoint.headers import Headers, TensorEntry, files_in, read_headers
 from checkpoint.other_families import has_row, parse_other, refuse_other
-from checkpoint.quantization import Quantization
+from checkpoint.quantization import Quantization, is_unused
 from checkpoint.quantization_config import FIELD as QUANTIZATION_FIELD
 from checkpoint.quantization_config import modelopt_config
 from checkpoint.wrappers import is_wrapper, named_as_in, text_config
@@ -97,7 +97,19 @@ def parse_named(raw: Mapping[str, object], tensors: Mapping[str, TensorEntry]) -
     embeddings = tensors.get(config.names.embeddings)
     # A quantised dtype is refused later.
     dtype = embeddings.dtype if embeddings is not None and isinstance(embeddings.dtype, DType) else None
+    return as_stored(replace(config, dtype=parse_dtype(text_config(raw), dtype)), tensors)
+
+
+def as_stored(config: Blueprint, tensors: Mapping[str, TensorEntry]) -> Blueprint:
+    """`config` with what the tensors of its checkpoint decide: which matrices are quantised, and the head.
+
+    A head that is stored is used, also where the config ties it to the embeddings: transformers ties the two
+    only if they are equal, and then it is their copy.
+    """
     quantization = config.quantization
     if isinstance(quantization, Quantization):
         quantization = quantization.matching(tensors)
-    return replace(config, dtype=parse_dtype(text_config(raw), dtype), quantization=quantization)
+    head = config.names.head.removesuffix("weight")
+    has_head = any(name.startswith(head) and not is_unused(name) for name in tensors)
+    is_tied = config.tie_word_embeddings and not has_head
+    return replace(config, quantization=quantization, tie_word_embeddings=is_tied)

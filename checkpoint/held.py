@@ -232,9 +232,6 @@ def _plan_of(
         )
     if not isinstance(scheme, Awq | Gptq | PackedInts) or scheme.group % LEAST_GROUP:
         return None
-    has_zeros, has_order = True, isinstance(scheme, Gptq)
-    if isinstance(scheme, PackedInts):
-        has_zeros, has_order = not scheme.is_symmetric, scheme.has_group_index
     if not isinstance(scheme, Awq) and scheme.bits != 4:
         return None
     return HeldNibbles(
@@ -242,8 +239,8 @@ def _plan_of(
         columns=columns,
         group=scheme.group,
         experts=experts,
-        has_zeros=has_zeros,
-        has_order=has_order,
+        has_zeros=not isinstance(scheme, PackedInts) or not scheme.is_symmetric,
+        has_order=not isinstance(scheme, Awq) and scheme.has_group_index,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from fnmatch import fnmatchcase
@@ -16,6 +16,7 @@ from typing import Protocol
 
 from checkpoint.dtypes import BlockDType, DType, PackedDType, StoredDType
 from checkpoint.errors import UnsupportedModel
+from checkpoint.headers import TensorEntry
 
 Shape = tuple[int, ...]
 WORD_BITS = 32
@@ -54,12 +55,28 @@ class StoredTensor:
 Parts = dict[StoredPart, StoredTensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Ends of names: tensor `stored` is there for each quantised matrix whose name ends with `matrix`."""
+
+    stored: str
+    matrix: str = ".weight"
+
+    def of(self, matrix: str) -> str:
+        """The tensor that tells a quantised `matrix` from a plain one."""
+        return matrix.removesuffix(self.matrix) + self.stored
+
+
 class Scheme(Protocol):
     """A format of matrices."""
 
     @property
     def label(self) -> str:
         """The format's name in messages."""
+
+    @property
+    def mark(self) -> Mark:
+        """The tensor that a plain matrix never has."""
 
     def parts(self, name: str, shape: Shape) -> Parts:
         """The stored tensors of matrix `name` ("X.weight") of `shape` [out, in]. Raises UnsupportedModel."""
@@ -77,6 +94,10 @@ class Scaled:
     @property
     def label(self) -> str:
         return "int8" if self.dtype is PackedDType.I8 else "fp8"
+
+    @property
+    def mark(self) -> Mark:
+        return Mark(f".{self.scale}")
 
     def parts(self, name: str, shape: Shape) -> Parts:
         module = _module(name)
@@ -106,6 +127,10 @@ class PackedInts:
     def label(self) -> str:
         return f"int{self.bits}"
 
+    @property
+    def mark(self) -> Mark:
+        return Mark(".weight_packed")
+
     def parts(self, name: str, shape: Shape) -> Parts:
         module, (rows, columns) = _module(name), shape
         per_word = WORD_BITS // self.bits
@@ -134,6 +159,14 @@ class Fp4Layout(Enum):
     DEEPSEEK = "experts of DeepSeek V4"
 
 
+_FP4_MARKS = {
+    Fp4Layout.COMPRESSED_TENSORS: Mark(".weight_packed"),
+    Fp4Layout.MODELOPT: Mark(".weight_scale"),
+    Fp4Layout.GPT_OSS: Mark("_blocks", ""),
+    Fp4Layout.DEEPSEEK: Mark(".scale"),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp4:
     """4-bit floats (E2M1), low nibble first: NVFP4 has groups of 16 and two scales, MXFP4 of 32 and one."""
@@ -149,6 +182,10 @@ class Fp4:
     @property
     def label(self) -> str:
         return "nvfp4" if self.is_nv else "mxfp4"
+
+    @property
+    def mark(self) -> Mark:
+        return _FP4_MARKS[self.layout]
 
     def parts(self, name: str, shape: Shape) -> Parts:
         *leading, columns = shape
@@ -181,27 +218,38 @@ class Fp4:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gptq:
-    """Stored [in, out]: numbers packed along "in"; `zero_offset` is added to zero points."""
+    """Stored [in, out]: numbers packed along "in"; `zero_offset` is added to zero points.
+
+    Without `has_group_index`, which is legal unless columns are sorted (`is_sorted`), groups are in order.
+    """
 
     bits: int
     group: int
     zero_offset: int
+    is_sorted: bool = False
+    has_group_index: bool = True
 
     @property
     def label(self) -> str:
         return f"gptq int{self.bits}"
+
+    @property
+    def mark(self) -> Mark:
+        return Mark(".qweight")
 
     def parts(self, name: str, shape: Shape) -> Parts:
         module, (rows, columns) = _module(name), shape
         per_word = WORD_BITS // self.bits
         groups = _groups(name, columns, self.group)
         words = (PackedDType.I32,)
-        return {
+        found = {
             StoredPart.WEIGHT: _stored(f"{module}.qweight", words, (_words(name, columns, per_word), rows)),
             StoredPart.ZERO_POINT: _stored(f"{module}.qzeros", words, (groups, _words(name, rows, per_word))),
             StoredPart.SCALE: _stored(f"{module}.scales", _FLOATS, (groups, rows)),
-            StoredPart.GROUP_INDEX: _stored(f"{module}.g_idx", words, (columns,)),
         }
+        if self.has_group_index:
+            found[StoredPart.GROUP_INDEX] = _stored(f"{module}.g_idx", words, (columns,))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +261,10 @@ class Awq:
     @property
     def label(self) -> str:
         return "awq int4"
+
+    @property
+    def mark(self) -> Mark:
+        return Mark(".qweight")
 
     def parts(self, name: str, shape: Shape) -> Parts:
         module, (rows, columns) = _module(name), shape
@@ -240,6 +292,10 @@ class Nf4:
     @property
     def label(self) -> str:
         return "nf4"
+
+    @property
+    def mark(self) -> Mark:
+        return Mark(".absmax", "")
 
     def parts(self, name: str, shape: Shape) -> Parts:
         rows, columns = shape
@@ -295,6 +351,10 @@ class Blocks:
     def label(self) -> str:
         return self.dtype.value
 
+    @property
+    def mark(self) -> Mark:
+        return Mark("", "")
+
     def parts(self, name: str, shape: Shape) -> Parts:
         return {StoredPart.WEIGHT: _stored(name, (self.dtype,), shape)}
 
@@ -321,17 +381,17 @@ class PackedMatrix:
 class Quantization:
     """Which matrices of a checkpoint are quantised, and how.
 
-    The first of `targets` that matches a module gives its format; modules that match `ignore` are plain. The
-    output head is plain unless `includes_head`, the embeddings always, routers of experts unless
-    `includes_routers`. `parts` replaces parts of a module's name, where patterns are for other names than
-    those of the files.
+    The tensors that are stored decide, see `matching`: `stored` has the formats of the matrices that the
+    config describes otherwise, None for plain ones. The config decides for a matrix of a layer that is
+    missing: the first of `targets` that matches its module gives its format, unless the module matches
+    `ignore`. The embeddings are always plain. `parts` replaces parts of a module's name, where patterns are
+    for other names than those of the files.
     """
 
     targets: tuple[PackedModules, ...]
     ignore: tuple[str, ...] = ()
-    includes_head: bool = False
-    includes_routers: bool = True
     parts: Mapping[str, str] = field(default_factory=dict, hash=False)
+    stored: Mapping[str, Scheme | None] = field(default_factory=dict, hash=False)
 
     @property
     def label(self) -> str:
@@ -340,53 +400,77 @@ class Quantization:
 
     def scheme_of(self, name: str) -> Scheme | None:
         """The format of matrix `name` ("X.weight") of a layer or of the head; None for a plain one."""
-        module = ".".join(self.parts.get(part, part) for part in _module(name).split("."))
-        if any(matches(pattern, module) for pattern in self.ignore):
+        return self.stored[name] if name in self.stored else self._described(name)
+
+    def _described(self, name: str) -> Scheme | None:
+        module = self._module(name)
+        is_in_layer = any(part.isdecimal() for part in module.split("."))
+        if not is_in_layer or any(matches(pattern, module) for pattern in self.ignore):
             return None
         return next((one.scheme for one in self.targets if matches(one.pattern, module)), None)
 
-    def matching(self, names: Iterable[str]) -> Quantization:
-        """This, with the name that a checkpoint with tensors `names` has for the scales of fp8 tensors.
+    def _module(self, name: str) -> str:
+        return ".".join(self.parts.get(part, part) for part in _module(name).split("."))
 
-        vLLM and AutoFP8 write `weight_scale`, transformers `weight_scale_inv`, Mistral `qscale_weight`,
-        DeepSeek V4 `scale`, without a mark in the config. Of the latter, modules that have no scale in any
-        layer are plain.
+    def matching(self, tensors: Mapping[str, TensorEntry]) -> Quantization:
+        """This, with what only the `tensors` of a checkpoint say.
+
+        Lists of modules that stay plain are written for one hierarchy of names, and as prefixes, parts of
+        names or expressions, depending on the tool; so a matrix is quantised if its parts are stored, and
+        plain if it is stored in floats. Other forms, which the config must then allow, are refused when
+        tensors are compared with it.
         """
-        names = set(names)
-        found = {name.rpartition(".")[2] for name in names}
-        short = (name.removesuffix(_SHORT_SCALE) for name in names if name.endswith(_SHORT_SCALE))
-        is_short = found.isdisjoint(_SCALES) and any(f"{module}.weight" in names for module in short)
-        usual = "scale" if is_short else "weight_scale"
-        scale = next((scale for scale in _SCALES if scale in found), usual)
-        targets = tuple(
-            replace(one, scheme=replace(scheme, scale=scale))
-            if isinstance(scheme := one.scheme, Scaled)
-            else one
-            for one in self.targets
-        )
-        ignore = self.ignore + (_without_scales(names) if is_short else ())
-        return replace(self, targets=targets, ignore=ignore)
+        kinds = {name.rpartition(".")[2] for name in tensors}
+        scale = _scale_name(tensors, kinds)
+        targets = tuple(replace(one, scheme=_as_stored(one.scheme, kinds, scale)) for one in self.targets)
+        found = replace(self, targets=targets)
+        stored = {
+            name: scheme for name, scheme in found._decided(tensors) if scheme != found._described(name)
+        }
+        return replace(found, stored=stored)
+
+    def _decided(self, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Scheme | None]]:
+        """The matrices that `tensors` decide on, and their formats; None for plain ones."""
+        marks = tuple(dict.fromkeys(one.scheme.mark for one in self.targets))
+        for name, entry in tensors.items():
+            if (mark := next((mark for mark in marks if name.endswith(mark.stored)), None)) is not None:
+                matrix = name.removesuffix(mark.stored) + mark.matrix
+                if (scheme := self._format_with(mark, matrix)) is not None:
+                    yield matrix, scheme
+                continue
+            is_matrix = isinstance(entry.dtype, DType) and len(entry.shape) > 1
+            if is_matrix and not any(mark.of(name) in tensors for mark in marks):
+                yield name, None
+
+    def _format_with(self, mark: Mark, name: str) -> Scheme | None:
+        """The first format of the matrix's module with this mark, whatever the config ignores."""
+        module = self._module(name)
+        fitting = (one for one in self.targets if one.scheme.mark == mark)
+        return next((one.scheme for one in fitting if matches(one.pattern, module)), None)
 
 
 _SHORT_SCALE = ".scale"
 
 
-def _without_scales(names: Collection[str]) -> tuple[str, ...]:
-    """Modules within a layer that have weights, and no scales in any layer."""
-    plain: set[str] = set()
-    scaled: set[str] = set()
-    for name in names:
-        module = _in_layer(_module(name))
-        if name.endswith(_SHORT_SCALE):
-            scaled.add(_in_layer(name.removesuffix(_SHORT_SCALE)))
-        elif name.endswith(".weight"):
-            plain.add(module)
-    return tuple(sorted(plain - scaled))
+def _scale_name(names: Collection[str], kinds: Collection[str]) -> str:
+    """Name of the scales of fp8 tensors, which configs do not tell.
+
+    vLLM and AutoFP8 write `weight_scale`, transformers `weight_scale_inv`, Mistral `qscale_weight`, DeepSeek
+    V4 `scale`.
+    """
+    short = (name.removesuffix(_SHORT_SCALE) for name in names if name.endswith(_SHORT_SCALE))
+    is_short = any(f"{module}.weight" in names for module in short)
+    return next((scale for scale in _SCALES if scale in kinds), "scale" if is_short else "weight_scale")
 
 
-def _in_layer(module: str) -> str:
-    """Name of a module without the number of its layer."""
-    return re.sub(r"^(.*\.)?layers\.\d+\.", "", module)
+def _as_stored(scheme: Scheme, kinds: Collection[str], scale: str) -> Scheme:
+    """`scheme` with the parts that a checkpoint has whose names end with `kinds`."""
+    match scheme:
+        case Scaled():
+            return replace(scheme, scale=scale)
+        case Gptq():
+            return replace(scheme, has_group_index=scheme.is_sorted or "g_idx" in kinds)
+    return scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,15 +499,14 @@ class BlockTensors:
 
 
 def packed_matrices(
-    quantization: Quantization | None, shapes: Mapping[str, Shape], *, embeddings: str, head: str
+    quantization: Quantization | None, shapes: Mapping[str, Shape], *, embeddings: str
 ) -> dict[str, PackedMatrix]:
     """Return the quantised tensors among `shapes`. Raises UnsupportedModel for an impossible shape."""
     found: dict[str, PackedMatrix] = {}
     if quantization is None:
         return found
     for name, shape in shapes.items():
-        is_outside = name == embeddings or (name == head and not quantization.includes_head)
-        if len(shape) < 2 or is_outside or (scheme := quantization.scheme_of(name)) is None:
+        if len(shape) < 2 or name == embeddings or (scheme := quantization.scheme_of(name)) is None:
             continue
         if len(shape) > 2 and not isinstance(scheme, Fp4):
             raise UnsupportedModel(

@@ -131,7 +131,6 @@ def _parse_fp8(found: RawConfig) -> Quantization:
     return Quantization(
         targets=(*((experts,) if has_fp4 else ()), PackedModules(_EVERYTHING, scheme)),
         ignore=_patterns(found, "modules_to_not_convert", "ignored_layers"),
-        includes_routers=False,
     )
 
 
@@ -154,10 +153,9 @@ def _parse_gptq(found: RawConfig) -> Quantization:
         bits=4 if found["bits"] == 4 else 8,
         group=_group_size(found, "group_size"),
         zero_offset=0 if is_v2 else 1,
+        is_sorted=flag(found, "desc_act", default=False),
     )
-    return Quantization(
-        targets=(PackedModules(_EVERYTHING, scheme),), includes_head=flag(found, "lm_head", default=False)
-    )
+    return Quantization(targets=(PackedModules(_EVERYTHING, scheme),))
 
 
 def _parse_awq(found: RawConfig) -> Quantization:
@@ -217,7 +215,6 @@ def _parse_modelopt(found: RawConfig) -> Quantization:
     return Quantization(
         targets=(PackedModules(_EVERYTHING, scheme),),
         ignore=_patterns(found, "ignore", "exclude_modules"),
-        includes_head=True,
     )
 
 
@@ -240,7 +237,6 @@ def _parse_compressed_tensors(found: RawConfig) -> Quantization:
     return Quantization(
         targets=tuple(targets),
         ignore=_patterns(found, "ignore"),
-        includes_head=True,
     )
 
 

@@ -49,8 +49,6 @@ _MATRIX_ROLES = frozenset(
     | {TensorRole.MAMBA_IN, TensorRole.STATE_OUT, TensorRole.EXPERTS_IN, TensorRole.EXPERTS_OUT}
     | {TensorRole.O_GROUPS, TensorRole.NGRAM_KEY, TensorRole.NGRAM_VALUE, *POOLED_ROLES}
 ).union(_DELTA, {TensorRole.KDA_B}, _KDA_DOWN, _KDA_UP, _LATENT, _INDEX, _MLP, _SHARED_MLP, STACK_ROLES)
-_USUALLY_PLAIN = (TensorRole.ROUTER, TensorRole.INDEX_WEIGHT, *POOLED_ROLES)
-"""Small matrices that decide what is computed, which stay plain in most quantised checkpoints."""
 CHOICE_BIAS_KIND = "e_score_correction_bias"
 """Kind of tensor of `TensorRole.CHOICE_BIAS`."""
 HASH_KIND = "tid2eid"
@@ -496,11 +494,10 @@ def packed_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> 
         one.name
         for layer in range(config.num_layers)
         for one in layer_tensors(config, layer)
-        if not one.is_matrix or (one.roles[0] in _USUALLY_PLAIN and not config.quantization.includes_routers)
+        if not one.is_matrix
     }.union(collapse_shapes(config))
     matrices = {name: shape for name, shape in shapes.items() if name not in plain}
-    embeddings = config.names.embeddings
-    return packed_matrices(config.quantization, matrices, embeddings=embeddings, head=head_tensor(config))
+    return packed_matrices(config.quantization, matrices, embeddings=config.names.embeddings)
 
 
 def stored_tensors(config: Blueprint, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredTensor]:

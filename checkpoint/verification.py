@@ -15,8 +15,8 @@ from checkpoint.tensors import stage_tensor_shapes, stored_tensors
 def verify_tensors(config: Blueprint, tensors: Mapping[str, TensorEntry]) -> None:
     """Check, from the headers alone, that the checkpoint has exactly the tensors of `config`.
 
-    Rotary `inv_freq` buffers, a second copy of a tied output head, draft layers, and scales of quantised
-    activations are allowed in addition. Raises the first of `tensor_errors`.
+    Rotary `inv_freq` buffers, draft layers, and scales of quantised activations are allowed in addition.
+    Raises the first of `tensor_errors`.
     """
     for error in tensor_errors(config, tensors):
         raise error
@@ -31,9 +31,6 @@ def tensor_errors(config: Blueprint, tensors: Mapping[str, TensorEntry]) -> Iter
     expected = stored_tensors(config, shapes)
     if missing := [name for name in expected if name not in tensors]:
         yield MissingTensor(f"checkpoint lacks {_listed(missing)}{_of_format(config)}")
-    names = config.names
-    if config.tie_word_embeddings and names.head in tensors:
-        expected |= stored_tensors(config, {names.head: shapes[names.embeddings]})
     extra = [name for name in tensors if name not in expected and not _is_harmless(config, name)]
     if extra:
         yield UnexpectedTensor(

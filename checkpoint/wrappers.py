@@ -163,16 +163,11 @@ def _wrapper_of(raw: RawConfig) -> Wrapper:
 
 
 def named_as_in(config: Blueprint, tensors: Mapping[str, TensorEntry]) -> Blueprint:
-    """`config` of a wrapper's text model, with the names that `tensors` have.
-
-    For a wrapper, transformers reads other fields than for its text model to tie the head. So the head is
-    tied if the config allows it and the checkpoint has no tensor of a head.
-    """
+    """`config` of a wrapper's text model, with the names that `tensors` have."""
     ignored = (*config.names.ignored, *_OTHERS)
     for prefix, head in _PLACES:
         names = config.names.at(prefix, head, ignored)
         if names.embeddings in tensors:
-            is_tied = config.tie_word_embeddings and head not in tensors
-            return replace(config, names=names, tie_word_embeddings=is_tied)
+            return replace(config, names=names)
     prefix, head = _PLACES[-1]
     return replace(config, names=config.names.at(prefix, head, ignored))

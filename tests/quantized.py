@@ -261,7 +261,13 @@ def mxfp4_of_deepseek(rng: Rng, name: str, rows: int, columns: int) -> Written:
 
 
 def gptq(
-    bits: int, group: int, *, is_v2: bool = False, has_order: bool = True, shares_order: bool = True
+    bits: int,
+    group: int,
+    *,
+    is_v2: bool = False,
+    has_order: bool = True,
+    shares_order: bool = True,
+    has_index: bool = True,
 ) -> Writer:
     def write(rng: Rng, name: str, rows: int, columns: int) -> Written:
         module, size = _module(name), group or columns
@@ -274,12 +280,14 @@ def gptq(
             index = _ordered(rng, index, is_shared=shares_order)
         zero = zeros.astype(np.float32) + (0 if is_v2 else 1)
         weights = (codes.astype(np.float32) - zero[index]) * scales.astype(np.float32)[index]
-        return {
+        tensors = {
             f"{module}.qweight": stored("I32", np.ascontiguousarray(packed(codes.T, bits).T)),
             f"{module}.qzeros": stored("I32", packed(zeros, bits)),
             f"{module}.scales": stored("F16", scales),
-            f"{module}.g_idx": stored("I32", index),
-        }, weights.T
+        }
+        if has_index:
+            tensors[f"{module}.g_idx"] = stored("I32", index)
+        return tensors, weights.T
 
     return write
 
@@ -367,12 +375,17 @@ def compressed(form: str, **weights: object) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class QuantizedFormat:
-    """`plain` are modules that the config excludes; `file` is the config's file if not config.json."""
+    """`plain` are modules that the config excludes; `file` is the config's file if not config.json.
+
+    fp8 checkpoints have plain routers unless `packs_router`.
+    """
 
     config: dict[str, Any]
     write: Writer
     plain: tuple[str, ...] = ("layers.1.mlp.up_proj",)
     file: str = "config.json"
+    packs_router: bool = False
+    packs_head: bool = False
 
 
 _GPTQ = {"quant_method": "gptq", "desc_act": True, "sym": False, "damp_percent": 0.01, "lm_head": False}
@@ -465,6 +478,11 @@ FORMATS: dict[str, QuantizedFormat] = {
     "gptq-v2": QuantizedFormat(
         _GPTQ | {"bits": 4, "group_size": 64, "checkpoint_format": "gptq_v2", "desc_act": False},
         gptq(4, 64, is_v2=True, has_order=False),
+        plain=(),
+    ),
+    "gptq-without-index": QuantizedFormat(
+        _GPTQ | {"bits": 4, "group_size": 32, "desc_act": False},
+        gptq(4, 32, has_order=False, has_index=False),
         plain=(),
     ),
     "gptq-8-bits": QuantizedFormat(_GPTQ | {"bits": 8, "group_size": 32}, gptq(8, 32), plain=()),
@@ -595,8 +613,10 @@ def _dense_shapes() -> dict[str, tuple[int, ...]]:
 def is_packed(form: QuantizedFormat, name: str) -> bool:
     """Routers of experts are plain in fp8 checkpoints as transformers writes them."""
     packed = ("_proj.weight", "_proj_with_mqa.weight")
-    if form.config.get("quant_method") != "fp8":
+    if form.packs_router or form.config.get("quant_method") != "fp8":
         packed += (".mlp.gate.weight",)
+    if form.packs_head:
+        packed += ("lm_head.weight",)
     return name.endswith(packed) and not any(part in name for part in form.plain)
 
 

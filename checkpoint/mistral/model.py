@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from checkpoint.config import parse_config
-from checkpoint.description import Description
+from checkpoint.description import Description, as_stored
 from checkpoint.dtypes import DType
 from checkpoint.files import PARAMS_FILE, read_json_object
 from checkpoint.generation_config import read_generation_config
@@ -30,7 +30,7 @@ def describe_mistral(path: Path) -> Description:
     dtype = embeddings.dtype if embeddings is not None and isinstance(embeddings.dtype, DType) else None
     config = parse_config(found.raw, stored_dtype=dtype or DType.BF16, row=found.row)
     if isinstance(quantization := config.quantization, Quantization):
-        quantization = replace(quantization.matching(headers.tensors), parts=PARTS)
-        config = replace(config, quantization=quantization)
+        config = replace(config, quantization=replace(quantization, parts=PARTS))
+    config = as_stored(config, headers.tensors)
     generation = _SPECIAL | read_generation_config(path)
     return Description(raw=params, config=config, headers=headers, generation=generation)

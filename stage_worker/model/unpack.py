@@ -315,8 +315,10 @@ def _gptq(matrix: PackedMatrix, scheme: Gptq, tile: Tile, read: ReadElements) ->
     words = read(StoredPart.WEIGHT, first * num_rows, last * num_rows).view(-1, num_rows)
     values = _codes(_transposed(words[:, rows]), scheme.bits).float()
     groups = _num_blocks(columns, scheme.group)
-    given = _group_index(matrix, read(StoredPart.GROUP_INDEX, tile.column_begin, tile.column_end), groups)
-    index = _ordered_groups(tile, scheme.group) if given is None else given
+    index = _ordered_groups(tile, scheme.group)
+    if scheme.has_group_index:
+        given = read(StoredPart.GROUP_INDEX, tile.column_begin, tile.column_end)
+        index = index if (groups_of := _group_index(matrix, given, groups)) is None else groups_of
     begin, end = int(index.min()), int(index.max()) + 1
     packed = read(StoredPart.ZERO_POINT, begin * num_rows // per_word, end * num_rows // per_word)
     zeros = _codes(packed.view(end - begin, -1), scheme.bits)[:, rows].t().float() + scheme.zero_offset

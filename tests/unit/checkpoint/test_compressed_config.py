@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from checkpoint import (
     Compressed,
     DType,
     Experts,
+    TensorEntry,
     UnsupportedModel,
     cached_bytes_per_token,
     entry_bytes_per_block,
@@ -22,6 +24,7 @@ from checkpoint import (
 )
 from checkpoint.blueprint import ClampedSwiGlu, RouterScore
 from checkpoint.compressed import Compressor, EntryIndexer
+from checkpoint.description import as_stored
 from checkpoint.dtypes import PackedDType
 from checkpoint.quantization import Fp4, Quantization, Scaled, StoredPart
 from checkpoint.rope_config import RopeKind
@@ -228,13 +231,28 @@ def test_other_values_are_refused_by_name(
     assert message in str(raised.value)
 
 
+def stored(config: Blueprint, layer: int, plain: Collection[str], scale: str = "scale") -> Blueprint:
+    """`config` as the tensors of a layer decide: all matrices but those that end with `plain` have scales."""
+    shapes = stage_tensor_shapes(config, layer, layer + 1, has_embeddings=False, has_head=False)
+    tensors: dict[str, TensorEntry] = {}
+    for name, shape in shapes.items():
+        is_packed = len(shape) > 1 and name.endswith(".weight") and not name.endswith(tuple(plain))
+        dtype = PackedDType.I8 if is_packed else DType.BF16
+        tensors[name] = TensorEntry("model.safetensors", dtype, shape, 0, 0)
+        if is_packed:
+            scales = name.removesuffix("weight") + scale
+            tensors[scales] = TensorEntry("model.safetensors", PackedDType.F8_E8M0, (1, 1), 0, 0)
+    return as_stored(config, tensors)
+
+
+_PLAIN = ("wo_a.weight", "gate.weight", "wgate.weight", "compressor.wkv.weight", "weights_proj.weight")
+
+
 def test_experts_of_fp4_and_other_matrices_of_fp8_have_short_names_of_scales() -> None:
-    """Of modules that have no scale in any layer, the weights are plain."""
-    config = parse_config(FLASH)
-    assert isinstance(config.quantization, Quantization)
-    names = {"attn.wq_a": True, "attn.wo_a": False, "ffn.experts.0.w1": True, "ffn.gate": False}
-    kinds = {f"layers.2.{name}.{kind}" for name in names for kind in ("weight", "scale")[: 1 + names[name]]}
-    found = config.quantization.matching(kinds)
+    """Modules that have no scales are plain."""
+    found = stored(parse_config(FLASH), 2, _PLAIN).quantization
+    assert isinstance(found, Quantization)
+    names = ("attn.wq_a", "attn.wo_a", "ffn.experts.0.w1", "ffn.gate")
     schemes = {name: found.scheme_of(f"layers.2.{name}.weight") for name in names}
     assert schemes["attn.wo_a"] is schemes["ffn.gate"] is None
     assert schemes["attn.wq_a"] == Scaled(dtype=PackedDType.F8_E4M3, block=(128, 128), scale="scale")
@@ -249,8 +267,8 @@ def test_experts_of_fp4_and_other_matrices_of_fp8_have_short_names_of_scales() -
     )
 
 
-def test_what_decides_on_entries_and_experts_is_plain_and_tables_are_whole_numbers() -> None:
-    config = parse_config(FLASH)
+def test_what_decides_on_entries_and_experts_may_be_plain_and_tables_are_whole_numbers() -> None:
+    config = stored(parse_config(FLASH), 2, _PLAIN[1:])
     shapes = stage_tensor_shapes(config, 2, 3, has_embeddings=False, has_head=False)
     packed = {name.removeprefix("layers.2.") for name in packed_tensors(config, shapes)}
     assert {

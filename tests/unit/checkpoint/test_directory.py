@@ -221,7 +221,6 @@ def test_missing_unknown_and_misshapen_tensors_are_named(directory: Path) -> Non
 
 
 def test_harmless_extra_tensors_are_tolerated(directory: Path) -> None:
-    edit_config(directory, tie_word_embeddings=True)  # lm_head.weight is a second copy then
     path = directory / "model.safetensors"
     size = path.stat().st_size - 8 - int.from_bytes(path.read_bytes()[:8], "little")
     with path.open("ab") as stream:
@@ -230,10 +229,14 @@ def test_harmless_extra_tensors_are_tolerated(directory: Path) -> None:
     edit_header(directory, lambda h: h.update({"model.layers.0.self_attn.rotary_emb.inv_freq": entry}))
     checkpoint = Checkpoint.open(directory)
     names = stage_tensor_names(checkpoint.config, 0, 2, has_embeddings=True, has_head=True)
-    assert set(checkpoint.tensors) - set(names) == {
-        "lm_head.weight",
-        "model.layers.0.self_attn.rotary_emb.inv_freq",
-    }
+    assert set(checkpoint.tensors) - set(names) == {"model.layers.0.self_attn.rotary_emb.inv_freq"}
+
+
+def test_a_stored_head_is_used_where_the_config_ties_it(directory: Path) -> None:
+    edit_config(directory, tie_word_embeddings=True)
+    config = Checkpoint.open(directory).config
+    assert not config.tie_word_embeddings
+    assert "lm_head.weight" in stage_tensor_names(config, 0, 2, has_embeddings=True, has_head=True)
 
 
 @pytest.mark.parametrize(

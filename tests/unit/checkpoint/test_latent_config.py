@@ -13,9 +13,11 @@ from checkpoint import (
     BadConfig,
     Blueprint,
     Dense,
+    DType,
     Experts,
     Latent,
     Norm,
+    TensorEntry,
     UnsupportedModel,
     parse_config,
     stage_tensor_shapes,
@@ -28,6 +30,7 @@ from checkpoint.blueprint import (
     RouterScore,
 )
 from checkpoint.compressed import PageShape
+from checkpoint.description import as_stored
 from checkpoint.rope_config import QueryGrowth, RopeKind
 from checkpoint.streams import HyperConnection, WeightedCollapse
 from checkpoint.tensors import stored_tensors
@@ -411,10 +414,13 @@ def test_deepseek_v32_is_v3_with_an_indexer_in_every_layer() -> None:
     assert parse_config(listed) == config
 
 
-def test_weights_of_the_indexers_heads_are_plain_in_fp8_checkpoints() -> None:
-    config = parse_config(V32)
-    shapes = stage_tensor_shapes(config, 0, 1, has_embeddings=False, has_head=False)
+def test_weights_of_the_indexers_heads_may_be_plain_in_fp8_checkpoints() -> None:
     prefix = "model.layers.0.self_attn.indexer."
+    name = f"{prefix}weights_proj.weight"
+    entry = TensorEntry("model.safetensors", DType.BF16, (64, 7168), 0, 64 * 7168 * 2)
+    scales = TensorEntry("model.safetensors", DType.F32, (1, 1), 0, 4)
+    config = as_stored(parse_config(V32), {name: entry, f"{prefix}wk.weight_scale_inv": scales})
+    shapes = stage_tensor_shapes(config, 0, 1, has_embeddings=False, has_head=False)
     assert {name.removeprefix(prefix) for name in stored_tensors(config, shapes) if prefix in name} == {
         *("wq_b.weight", "wq_b.weight_scale_inv", "wk.weight", "wk.weight_scale_inv"),
         *("k_norm.weight", "k_norm.bias", "weights_proj.weight"),

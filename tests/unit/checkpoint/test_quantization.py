@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from checkpoint import (
     WrongShape,
     stage_tensor_names,
 )
+from checkpoint.inspection import inspect
 from checkpoint.quantization import matches
 from checkpoint.quantization_config import parse_quantization
 from tests.checkpoints import edit_config
-from tests.quantized import FORMATS, compressed, write_quantized
+from tests.quantized import CONFIG, EIGHT_EXPERTS, FORMATS, compressed, is_packed, write_quantized
 
 _FP8 = FORMATS["fp8-block"].config
 _GPTQ = FORMATS["gptq"].config
@@ -175,10 +177,91 @@ def test_stored_tensors_are_checked_by_name(
         Checkpoint.open(tmp_path)
 
 
-def test_a_plain_matrix_that_the_config_calls_quantised_is_named(tmp_path: Path) -> None:
-    write_quantized(tmp_path, FORMATS["fp8-block"])
-    edit_config(tmp_path, quantization_config=_FP8 | {"modules_to_not_convert": ["lm_head"]})
-    with pytest.raises(MissingTensor, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight_scale_inv"):
+_LISTS: dict[str, object] = {
+    "missing": ...,
+    "null": None,
+    "trailing dots": ["layers.1.mlp.up_proj."],
+    "another hierarchy": ["language_model.layers.1.up"],
+    "too much": ["model.layers.0"],
+}
+_LIST_FIELDS = {"modules_to_not_convert", "ignore", "exclude_modules", "llm_int8_skip_modules"}
+
+
+@pytest.mark.parametrize("listed", _LISTS)
+@pytest.mark.parametrize("form", ["fp8-block", "int-channel", "modelopt-fp8", "nvfp4", "mxfp4", "awq", "nf4"])
+def test_stored_tensors_decide_which_matrices_are_quantised(form: str, listed: str, tmp_path: Path) -> None:
+    weights = write_quantized(tmp_path, FORMATS[form])
+    changed = FORMATS[form].config | dict.fromkeys(_LIST_FIELDS & FORMATS[form].config.keys(), _LISTS[listed])
+    kept = {key: value for key, value in changed.items() if value is not ...}
+    edit_config(tmp_path, quantization_config=kept)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert set(checkpoint.packed) == {name for name in weights if is_packed(FORMATS[form], name)}
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "gptq", "awq"])
+def test_routers_of_experts_may_be_plain_or_quantised(form: str, tmp_path: Path) -> None:
+    chosen = FORMATS[form]
+    for number, plain in enumerate((chosen.plain, (*chosen.plain, "mlp.gate."))):
+        directory = tmp_path / str(number)
+        written = replace(chosen, plain=plain, packs_router=True)
+        weights = write_quantized(directory, written, config=EIGHT_EXPERTS)
+        packed = {name for name in weights if is_packed(written, name)}
+        assert set(Checkpoint.open(directory).packed) == packed
+        assert ("model.layers.1.mlp.gate.weight" in packed) == (number == 0)
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "pack4-group", "gptq", "awq"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_quantised_head_that_is_stored_is_used(form: str, is_tied: bool, tmp_path: Path) -> None:
+    write_quantized(
+        tmp_path, replace(FORMATS[form], packs_head=True), config=CONFIG | {"tie_word_embeddings": is_tied}
+    )
+    checkpoint = Checkpoint.open(tmp_path)
+    assert "lm_head.weight" in checkpoint.packed
+    assert not checkpoint.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("form", "edit", "error", "named"),
+    [
+        (
+            "fp8-block",
+            lambda header: _rename(header, f"{UP}.weight_scale_inv", f"{UP}.input_scale"),
+            MissingTensor,
+            rf"lacks {UP}\.weight_scale_inv",
+        ),
+        (
+            "awq",
+            lambda header: _rename(header, "model.layers.1.mlp.up_proj.weight", f"{UP}.weight"),
+            UnexpectedTensor,
+            rf"has {UP}\.weight, unknown",
+        ),
+        (
+            "int-channel",
+            lambda header: header[f"{UP}.weight"].update(dtype="BF16", shape=[96, 128]),
+            UnsupportedModel,
+            r"up_proj\.weight has dtype bf16, the config requires i8",
+        ),
+    ],
+)
+def test_tensors_that_contradict_each_other_are_named(
+    form: str,
+    edit: Callable[[dict[str, Any]], None],
+    error: type[CheckpointError],
+    named: str,
+    tmp_path: Path,
+) -> None:
+    """A packed matrix without its scales, a matrix that is packed and plain, scales of a plain matrix."""
+    write_quantized(tmp_path, FORMATS[form])
+    _rewrite(tmp_path, edit)
+    errors = [str(found) for found in inspect(tmp_path).errors if isinstance(found, error)]
+    assert any(re.search(named, text) for text in errors), errors
+
+
+def test_sorted_columns_need_their_groups(tmp_path: Path) -> None:
+    write_quantized(tmp_path, FORMATS["gptq-without-index"])
+    edit_config(tmp_path, quantization_config=FORMATS["gptq-without-index"].config | {"desc_act": True})
+    with pytest.raises(MissingTensor, match=r"lacks model\.layers\.0.*q_proj\.g_idx"):
         Checkpoint.open(tmp_path)
 
 

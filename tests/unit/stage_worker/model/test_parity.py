@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from checkpoint import Checkpoint
-from tests.checkpoints import load_reference, make_checkpoint
+from tests.checkpoints import edit_config, load_reference, make_checkpoint
 from tests.unit.stage_worker.model.pipeline import Pipeline, Running
 
 LLAMA3 = {
@@ -98,6 +98,20 @@ def test_chunked_prefill_and_mixed_decode_give_the_logits_of_transformers(model:
         expected = reference_logits(reference, s.tokens)
         assert expected.std() > 0.1
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "gemma2", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3", "cohere2"))],
+)
+def test_a_stored_head_is_used_where_the_config_ties_it(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family, num_layers=3, tie_word_embeddings=False)
+    edit_config(tmp_path, tie_word_embeddings=True)
+    pipeline = Pipeline(Checkpoint.open(tmp_path), cuts=(1,))
+    reference = load_reference(tmp_path)
+    (sequence,) = random_sequences([24])
+    (logits,) = compute_in_chunks(pipeline, [sequence], [9])
+    torch.testing.assert_close(logits, reference_logits(reference, sequence.tokens), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (7,), (2, 5), (1, 2, 3, 4, 5, 6, 7)])
