@@ -67,6 +67,32 @@ _AROUND = {
     TensorRole.FFN_OUT_NORM: "post_feedforward_layernorm",
 }
 _WINDOW_DEFAULT = {"sliding_window": 4096}
+_ERNIE_TRAINING = (
+    "moe_capacity moe_gate moe_use_aux_free moe_aux_loss_lambda moe_orthogonal_loss_lambda moe_z_loss_lambda"
+    " multi_token_pred_lambda"
+)
+"""Losses, capacities and kernels of the training."""
+_MINIMAX_SCALES = (
+    "layernorm_full_attention_alpha",
+    "layernorm_full_attention_beta",
+    "layernorm_linear_attention_alpha",
+    "layernorm_linear_attention_beta",
+    "layernorm_mlp_alpha",
+    "layernorm_mlp_beta",
+)
+_HUNYUAN_UNREAD = (
+    "cla_share_factor dense_list im_end_id im_newline_id im_start_id mask_init_id org_vocab_size pad_id"
+    " pool_type text_end_id text_start_id"
+)
+"""Special tokens, heads of classifiers, and layers that share keys if `use_cla`, which must be false."""
+_COHERE_FIXED: dict[str, object] = {
+    "position_embedding_type": "rope_gptj",
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_parallel_embedding": True,
+}
+"""Of published configs; transformers computes nothing else."""
+_COHERE_SAME = {"use_embedding_sharing": ("tie_word_embeddings",)}
 _NO_BIASES = BiasKeys(qkv=None, o=None)
 _ALL_EXPERTS = ExpertRule(width_key="intermediate_size")
 _GATE_UP = Pack(module="mlp.gate_up_proj", roles=(TensorRole.GATE, TensorRole.UP))
@@ -79,6 +105,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         model_type="llama",
         class_name="LlamaForCausalLM",
         title="Llama 2, 3",
+        class_aliases=frozenset({"LLaMAForCausalLM"}),
         keys=_keys("attention_bias mlp_bias"),
         biases=BiasKeys(feed_forward="mlp_bias"),
     ),
@@ -131,6 +158,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         has_kv_heads_default=False,
         norms=NormRule(qk_span=NormSpan.HEAD),
         experts=STEP_EXPERTS,
+        fixed={"use_qk_norm": True},
     ),
     Architecture(
         model_type="mixtral",
@@ -204,9 +232,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         title="ERNIE 4.5 MoE",
         keys=_keys(
             "moe_intermediate_size moe_k moe_num_experts moe_num_shared_experts moe_layer_start_index"
-            " moe_layer_end_index moe_layer_interval moe_norm_min"
+            f" moe_layer_end_index moe_layer_interval moe_norm_min num_nextn_predict_layers {_ERNIE_TRAINING}"
         ),
-        names=renamed({}, _STATICS),
+        names=replace(renamed({}, _STATICS), ignored=("model.mtp_",)),
         rope=RopeRule(theta=500_000.0, is_interleaved=True),
         has_kv_heads_default=False,
         biases=_NO_BIASES,
@@ -220,15 +248,15 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             shared_count_key="moe_num_shared_experts",
             shared_count=2,
         ),
-        fixed={"moe_norm_min": 1e-12},
+        fixed={"moe_norm_min": 1e-12, "moe_gate_act": "softmax", "use_bias": False},
     ),
     Architecture(
         model_type="minimax_m2",
         class_name="MiniMaxM2ForCausalLM",
         title="MiniMax-M2",
         keys=_keys(
-            f"{EXPERT_KEYS} partial_rotary_factor rotary_dim use_qk_norm qk_norm_type scoring_func"
-            " use_routing_bias shared_intermediate_size"
+            f"{EXPERT_KEYS} partial_rotary_factor rotary_dim mlp_intermediate_size"
+            " use_mtp num_mtp_modules mtp_transformer_layers"
         ),
         names=renamed(_MIXTRAL_MODULES),
         rope=RopeRule(theta=5_000_000.0, partial=1.0, rotary_dim_key="rotary_dim"),
@@ -238,7 +266,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         norms=NormRule(qk_span=NormSpan.WIDTH),
         experts=replace(_ALL_EXPERTS, score=RouterScore.SIGMOID, has_choice_bias=True),
         fixed={"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"}
-        | {"use_routing_bias": True, "shared_intermediate_size": 0},
+        | {"use_routing_bias": True, "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid"}
+        | dict.fromkeys(_MINIMAX_SCALES, 1.0),
     ),
     Architecture(
         model_type="gpt_oss",
@@ -266,9 +295,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         model_type="smollm3",
         class_name="SmolLM3ForCausalLM",
         title="SmolLM3",
-        keys=_keys(
-            "attention_bias mlp_bias sliding_window use_sliding_window no_rope_layers no_rope_layer_interval"
-        ),
+        keys=_keys(f"attention_bias mlp_bias {_SELECTED_WINDOW_KEYS} no_rope_layers no_rope_layer_interval"),
         windows=Windows.LISTED,
         rotation=Rotation.LISTED,
         rope=RopeRule(theta=2_000_000.0),
@@ -312,6 +339,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         norms=NormRule(kind=NormKind.LAYER_OFFSET, has_bias=True, eps_key="norm_eps"),
         activation="relu2",
         is_gated=False,
+        fixed={"rope_percent": 0.5},
     ),
     Architecture(
         model_type="starcoder2",
@@ -328,10 +356,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         activation="gelu_pytorch_tanh",
         is_gated=False,
         is_tied=True,
+        fixed={"norm_type": "layer_norm", "mlp_type": "default"},
+        same={"activation_function": ("hidden_act",), "layer_norm_epsilon": ("norm_epsilon",)},
     ),
     Architecture(
         model_type="ernie4_5",
         class_name="Ernie4_5ForCausalLM",
+        class_aliases=frozenset({"Ernie4_5_ForCausalLM"}),
         title="ERNIE 4.5",
         keys=_keys("use_bias"),
         rope=RopeRule(theta=500_000.0, is_interleaved=True),
@@ -344,12 +375,14 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         model_type="hunyuan_v1_dense",
         class_name="HunYuanDenseV1ForCausalLM",
         title="Hunyuan (dense)",
-        keys=_keys("attention_bias"),
+        keys=_keys(f"attention_bias {_HUNYUAN_UNREAD}"),
         names=renamed(
             {TensorRole.Q_NORM: "self_attn.query_layernorm", TensorRole.K_NORM: "self_attn.key_layernorm"}
         ),
         rope=RopeRule(has_fixed_alpha=True),
         norms=NormRule(qk_span=NormSpan.HEAD, is_qk_after_rotation=True),
+        fixed={"norm_type": "rms", "use_qk_norm": True},
+        same={"attention_head_dim": ("head_dim",)},
     ),
     Architecture(
         model_type="phi3",
@@ -425,6 +458,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         ),
         scales=ScaleRule(logit_scale=0.0625),
         is_tied=True,
+        fixed=_COHERE_FIXED,
+        same=_COHERE_SAME,
     ),
     Architecture(
         model_type="cohere2",
@@ -438,7 +473,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         norms=NormRule(kind=NormKind.LAYER, placement=Placement.SHARED, eps_key="layer_norm_eps"),
         scales=ScaleRule(logit_scale=0.0625),
         is_tied=True,
-        defaults=_WINDOW_DEFAULT,
+        defaults={"sliding_window_pattern": 4, **_WINDOW_DEFAULT},
+        fixed={"order_of_interleaved_layers": "local_attn_first", **_COHERE_FIXED},
+        same={"layer_switch": ("sliding_window_pattern",), **_COHERE_SAME},
     ),
     Architecture(
         model_type="gemma2",
@@ -458,6 +495,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         ),
         is_tied=True,
         defaults=_WINDOW_DEFAULT,
+        same={"sliding_window_size": ("sliding_window",)},
     ),
     Architecture(
         model_type="gemma3_text",
@@ -559,7 +597,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
 )
 
-_BY_CLASS = {row.class_name: row for row in ARCHITECTURES}
+_BY_CLASS = {name: row for row in ARCHITECTURES for name in (row.class_name, *row.class_aliases)}
 _BY_TYPE = {name: row for row in ARCHITECTURES for name in (row.model_type, *row.aliases)}
 MODEL_TYPES = frozenset(_BY_TYPE)
 """Names of the families that have a row."""

@@ -443,6 +443,7 @@ class Blueprint:
     plain; with `holds_stored`, those that `held_plans` names stay in it in memory. `handed_on` crosses every
     cut beside the hidden states. `outer` replaces `names` in a family without a row, all of whose layers are
     `Opaque`. `collapse` ends the streams of layers with a `LayerPlan.connection`, which all layers have then.
+    `scaled_length`: see `longest_sequence`.
     """
 
     model_type: str
@@ -464,6 +465,7 @@ class Blueprint:
     outer: OuterTensors | None = None
     holds_stored: bool = False
     collapse: WeightedCollapse | GatedCollapse | None = None
+    scaled_length: int = 0
 
     def __post_init__(self) -> None:
         if any(layer.num_streams != self.num_streams for layer in self.kinds):
@@ -482,6 +484,13 @@ class Blueprint:
         a stage takes and leaves them in the form that its layers have.
         """
         return (BoundaryTensor(name=HIDDEN_STATES, width=self.residual_width), *self.handed_on)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that may be asked for: what a scaled rotary embedding reaches may
+        exceed max_position_embeddings, which is the default.
+        """
+        return max(self.max_position_embeddings, self.scaled_length)
 
     @property
     def num_streams(self) -> int:

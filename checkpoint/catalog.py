@@ -220,7 +220,16 @@ def _names(row: Architecture) -> list[str]:
 
 _LLAMA = next(row for row in ARCHITECTURES if row.model_type == "llama")
 _UNSHOWN = {
-    *("model_type", "class_name", "title", "keys", "defaults", "head_dim", "has_kv_heads_default"),
+    *(
+        "model_type",
+        "class_name",
+        "class_aliases",
+        "title",
+        "keys",
+        "defaults",
+        "head_dim",
+        "has_kv_heads_default",
+    ),
     *("windows", "window_pattern", "activation_key", "fixed", "reasons", "same", "other_keys"),
 }
 """Names, defaults, and what other columns show."""

@@ -58,7 +58,14 @@ from checkpoint.ngrams import NgramEmbedding
 from checkpoint.quantization_config import parse_quantization
 from checkpoint.recurrent import Mamba2, Recurrent
 from checkpoint.recurrent_config import parse_block_mixers, parse_recurrent, parse_recurrent_layers
-from checkpoint.rope_config import FULL, SLIDING, QueryGrowth, parse_query_growth, parse_ropes
+from checkpoint.rope_config import (
+    FULL,
+    SLIDING,
+    QueryGrowth,
+    parse_query_growth,
+    parse_ropes,
+    scaled_length,
+)
 from checkpoint.stream_config import Connection, parse_collapse, parse_connection
 from checkpoint.wrappers import text_config
 
@@ -78,7 +85,7 @@ def parse_config(
     """
     raw = text_config(raw)
     row = row or architecture_of(raw)
-    refuse_unknown_keys(raw, row.keys)
+    refuse_unknown_keys(raw, row.known_keys)
     raw = with_blocks({**row.defaults, **with_usual_keys(raw, row.other_keys)}, row)
     _refuse_other_values(raw, row)
     _refuse_contradictions(raw, row)
@@ -102,6 +109,7 @@ def parse_config(
         logit_scale=_parse_logit_scale(raw, row),
         logit_softcap=_cap(raw, "final_logit_softcapping", row.scales.logit_cap) if caps else None,
         collapse=None if row.streams is None else parse_collapse(raw, row.streams, final_norm.eps),
+        scaled_length=scaled_length(raw, is_counted=row.rope.is_per_type),
     )
 
 
@@ -136,7 +144,7 @@ def config_errors(raw: RawConfig) -> tuple[CheckpointError, ...]:
         row = architecture_of(raw)
     except CheckpointError as error:
         return (error,)
-    unknown = unknown_keys(raw, row.keys)
+    unknown = unknown_keys(raw, row.known_keys)
     errors: list[CheckpointError] = [unknown_key(raw, key) for key in unknown]
     given = {key: value for key, value in raw.items() if key not in unknown}
     try:

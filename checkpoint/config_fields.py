@@ -129,54 +129,74 @@ _COMPUTED_WORDS = """
     architectures model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim vocab_size max_position_embeddings rms_norm_eps rope_theta rope_scaling
     rope_parameters tie_word_embeddings torch_dtype dtype layer_types hidden_act quantization_config
+    compression_config
 """
 _COMPUTED = frozenset(_COMPUTED_WORDS.split())
-# `pretraining_tp` only splits matrix products; dropouts apply in training; `max_length` and similar keys are
-# generation defaults of transformers 4.
+# Of every family: metadata, exports, training, parallelism, kernels, outputs beside logits, and generation
+# defaults of transformers 4. `pretraining_tp` only splits matrix products; `is_decoder` is read by families
+# of encoders. Code that `auto_map` names is never run.
 _INERT_WORDS = """
-    _name_or_path _commit_hash _from_model_config _attn_implementation _attn_implementation_autoset
-    _attn_implementation_internal attn_implementation transformers_version tokenizer_class model_max_length
-    max_sequence_length unsloth_fixed unsloth_version use_cache use_return_dict return_dict
-    return_dict_in_generate output_attentions output_hidden_states output_scores torchscript use_bfloat16
-    id2label label2id num_labels problem_type finetuning_task task_specific_params name_or_path
-    initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop dropout
-    residual_dropout embedding_dropout
-    hidden_dropout_prob attention_probs_dropout_prob pretraining_tp gradient_checkpointing
-    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id prefix
+    _name_or_path name_or_path model_name base_model_name_or_path _commit_hash _from_model_config
+    transformers_version tokenizer_class tokenizer_name auto_map transformers.js_config language license
+    unsloth_fixed unsloth_version _pre_quantization_dtype
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal attn_implementation
+    _experts_implementation use_flash_attn use_flash_attention use_flash_attention_2 flash_attention
+    use_sdpa attention_softmax_in_fp32 scale_attention_softmax_in_fp32 use_fused_rms_norm use_fused_rope
+    fuse_rms_norm fuse_rope fuse_linear fuse_swiglu fuse_softmax_mask fuse_attention_qkv fuse_attention_ffn
+    fuse_gate_detach_matmul use_cache use_cache_kernel use_cache_quantization
+    use_return_dict return_dict return_dict_in_generate output_attentions output_hidden_states output_scores
+    output_router_logits num_logits_to_keep logits_to_keep keys_to_ignore_at_inference
+    id2label label2id num_labels problem_type finetuning_task task_specific_params
+    summary_type summary_use_proj summary_activation summary_proj_to_labels
+    initializer_range initializer_factor initializer_cutoff_factor init_method init_method_std init_std
+    embedding_initializer_range rescale_prenorm_residual neftune_noise_alpha
+    gradient_checkpointing use_recompute recompute recompute_granularity pretraining_tp ep_size
+    tensor_parallel_degree tensor_parallel_output sequence_parallel
+    router_aux_loss_coef router_z_loss_coef router_jitter_noise aux_loss_alpha aux_loss_coef seq_aux
+    z_loss_coefficient tf_legacy_loss torchscript use_bfloat16 bf16 fp16 fp32
+    is_decoder add_bos_token add_eos_token prefix model_max_length max_sequence_length max_seq_len seq_length
     max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
     no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     chunk_size_feed_forward remove_invalid_values exponential_decay_length_penalty suppress_tokens
-    begin_suppress_tokens forced_bos_token_id forced_eos_token_id eod_token_id cache_implementation
-    router_aux_loss_coef router_jitter_noise init_method
+    begin_suppress_tokens cache_implementation
 """
 _INERT = frozenset(_INERT_WORDS.split())
+_INERT_ENDS = (
+    *("_token_id", "_token_ids", "_token_index"),
+    *("dropout", "_pdrop", "dropout_prob", "dropout_rate"),
+)
+"""Ends of inert names: ids of special tokens, and dropout, which acts in training."""
 
 # Values with which a decoder that ignores the key computes the same.
 _OFF_WORDS = """
-    add_bos_token add_cross_attention add_eos_token attention_bias is_decoder is_encoder_decoder mlp_bias
-    output_router_logits rope_interleaved rope_traditional tf_legacy_loss tie_encoder_decoder use_mrope
-    use_qk_norm use_sliding_window use_bidirectional_attention use_bias
+    add_classification_head add_cross_attention attention_bias attention_out_bias is_encoder_decoder
+    layer_norm_bias lm_head_bias mlp_bias norm_bias qkv_bias reorder_and_upcast_attn rope_interleaved
+    rope_traditional scale_attn_by_inverse_layer_idx tie_encoder_decoder use_bias use_bidirectional_attention
+    use_cla use_dynamic_ntk use_logn_attn use_mrope use_mtp use_qk_norm use_sliding_window
+"""
+_ZERO_WORDS = """
+    class_num mtp_num_hidden_layers mtp_transformer_layers n_routed_experts n_shared_experts num_experts
+    num_experts_per_tok num_hash_layers num_local_experts num_mtp_modules num_nextn_predict_layers
+    num_shared_experts shared_expert_intermediate_size shared_intermediate_size
+"""
+_ONE_WORDS = """
+    attn_factor embedding_multiplier extrapolation_factor full_attn_mod interpolate_factor logit_scale
+    logits_scaling partial_rotary_factor residual_multiplier rope_ratio rotary_pct rotary_percent
+    rotary_scaling_factor
 """
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(_OFF_WORDS.split(), (False,)),
-    "is_causal": (True,),
-    "is_llama_config": (True,),
-    "use_rope": (True,),
-    "partial_rotary_factor": (1.0,),
-    "attn_logit_softcapping": (0.0, False),
-    "final_logit_softcapping": (0.0, False),
-    "num_experts": (0,),
-    "num_experts_per_tok": (0,),
-    "num_local_experts": (0,),
-    "num_nextn_predict_layers": (0,),
-    "embedding_multiplier": (1.0,),
-    "residual_multiplier": (1.0,),
-    "logits_scaling": (1.0,),
-    "logit_scale": (1.0,),
-    "auto_map": ({},),
+    **dict.fromkeys(_ZERO_WORDS.split(), (0,)),
+    **dict.fromkeys(_ONE_WORDS.split(), (1.0,)),
+    **dict.fromkeys(("is_causal", "is_llama_config", "scale_attn_weights", "use_rope"), (True,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (0.0, False)),
+    "mlp_only_layers": ([],),
+    "moe_router_dtype": ("float32", "fp32"),
     "pruned_heads": ({},),
 }
+_NEUTRAL_ITEMS = {"attn_type_list": 1}
+"""Lists by layer whose items all have this value: 1 is softmax attention."""
 
 
 def with_usual_keys(raw: RawConfig, other_keys: Mapping[str, str]) -> RawConfig:
@@ -217,8 +237,14 @@ def unknown_keys(raw: RawConfig, family_keys: frozenset[str]) -> list[str]:
 
     `family_keys` are the computed keys of this family, without the common keys.
     """
-    known = _COMPUTED | _INERT | family_keys
-    return [key for key, value in raw.items() if key not in known and not is_neutral(key, value)]
+    known = _COMPUTED | family_keys
+    return [
+        key for key, value in raw.items() if not (key in known or _is_inert(key) or is_neutral(key, value))
+    ]
+
+
+def _is_inert(key: str) -> bool:
+    return key in _INERT or key.endswith(_INERT_ENDS)
 
 
 def unknown_key(raw: RawConfig, key: str) -> UnsupportedModel:
@@ -231,6 +257,8 @@ def is_neutral(key: str, value: object) -> bool:
     """Whether an unsupported key has a value with which it has no effect."""
     if value is None:
         return True
+    if key in _NEUTRAL_ITEMS and isinstance(value, list):
+        return all(type(item) is int and item == _NEUTRAL_ITEMS[key] for item in value)
     # In Python True == 1 and False == 0; in a config they differ.
     return any(
         isinstance(value, bool) is isinstance(known, bool) and value == known

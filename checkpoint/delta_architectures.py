@@ -31,6 +31,7 @@ _DELTA_KEYS = (
 )
 """The last two describe draft layers, which are not read."""
 _DELTA_FIXED = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+_GATED_FIXED = _DELTA_FIXED | {"output_gate_type": "swish"}
 _DELTA_REASONS = {"mamba_ssm_dtype": ": states are summed in float32"}
 _DRAFTS = ("mtp.",)
 _GROUPED_DELTA = (
@@ -87,7 +88,7 @@ _KIMI_KEYS = (
     " routed_scaling_factor first_k_dense_replace mlp_layer_types num_nextn_predict_layers linear_head_dim"
     " linear_num_heads linear_conv_kernel_dim linear_attn_config model_max_length moe_renormalize"
     " num_expert_group num_experts_per_token num_shared_experts mla_use_nope moe_router_activation_func"
-    " moe_layer_freq use_grouped_topk auto_map"
+    " moe_layer_freq use_grouped_topk"
 )
 
 DELTA_ARCHITECTURES: tuple[Architecture, ...] = (
@@ -124,7 +125,7 @@ DELTA_ARCHITECTURES: tuple[Architecture, ...] = (
         has_output_gate=True,
         delta=DeltaLayout(),
         norms=_DELTA_NORMS,
-        fixed=_DELTA_FIXED,
+        fixed=_GATED_FIXED,
         reasons=_DELTA_REASONS,
     ),
     Architecture(
@@ -147,7 +148,7 @@ DELTA_ARCHITECTURES: tuple[Architecture, ...] = (
             shared_width_key="shared_expert_intermediate_size",
             has_shared_gate=True,
         ),
-        fixed=_DELTA_FIXED,
+        fixed=_GATED_FIXED,
         reasons=_DELTA_REASONS,
     ),
     Architecture(

@@ -248,22 +248,22 @@ _USUAL_ROPE = RopeRule()
 class Architecture:
     """A family by its `model_type` and its class in transformers, and what differs from Llama.
 
-    `keys` are the fields of config.json that are computed beside the common fields. `head_dim` is the default
-    of the width of a head (None: hidden_size / num_attention_heads), as in transformers' config class;
-    without `has_kv_heads_default`, num_key_value_heads must be given. With `global_head_dim`, the default of
-    that field, layers with full attention have other keys, see `checkpoint/layer_heads.py`. Fields of
-    `fixed` have this value only; `reasons` end the error for another value. `has_layer_scale`: see
-    `LayerPlan.has_scale`; `has_sinks`: see `Attention`. Fields of `same` repeat fields at other paths, where
-    these are given. `defaults` are the values of fields that published checkpoints may lack.
-    `latent`: the mixer is latent attention. Most layers are Gated DeltaNet with `delta`, Mamba2 with `mamba`,
-    and Kimi Delta Attention with `has_kimi_delta`, for `has_rates` see `KimiDelta`. With `is_compressed`, the
-    mixer is `Compressed`. `other_keys`: see `config_fields.with_usual_keys`.
-    `has_output_gate`: see `Attention`. `has_block_indexer`: attention is to blocks that an indexer chooses.
-    `has_ngrams`: some layers add embeddings of n-grams. `aliases` are further model types of the same
-    computation. `width_key` is the field of the width of MLPs.
-    `window_pattern`: every n-th layer has full attention if `Windows.PATTERN` is not given layer by layer.
-    `title` names the models for people; None: the name of the class. `streams`: there are several residual
-    streams.
+    `keys` are the fields of config.json that are computed beside the common fields. `head_dim` is the
+    default of the width of a head (None: hidden_size / num_attention_heads), as in transformers' config
+    class; without `has_kv_heads_default`, num_key_value_heads must be given. With `global_head_dim`, the
+    default of that field, layers with full attention have other keys, see `checkpoint/layer_heads.py`.
+    Fields of `fixed` have this value only, also where transformers does not read them; `reasons` end the
+    error for another value. `has_layer_scale`: see `LayerPlan.has_scale`; `has_sinks`: see `Attention`.
+    Fields of `same` repeat fields at other paths, where these are given. `defaults` are the values of
+    fields that published checkpoints may lack. `latent`: the mixer is latent attention. Most layers are
+    Gated DeltaNet with `delta`, Mamba2 with `mamba`, and Kimi Delta Attention with `has_kimi_delta`, for
+    `has_rates` see `KimiDelta`. With `is_compressed`, the mixer is `Compressed`. `other_keys`: see
+    `config_fields.with_usual_keys`. `has_output_gate`: see `Attention`. `has_block_indexer`: attention is
+    to blocks that an indexer chooses. `has_ngrams`: some layers add embeddings of n-grams. `aliases` are
+    further model types of the same computation, `class_aliases` names of its class in published
+    checkpoints. `width_key` is the field of the width of MLPs. `window_pattern`: every n-th layer has
+    full attention if `Windows.PATTERN` is not given layer by layer. `title` names the models for people;
+    None: the name of the class. `streams`: there are several residual streams.
     """
 
     model_type: str
@@ -271,6 +271,7 @@ class Architecture:
     keys: frozenset[str]
     title: str | None = None
     aliases: frozenset[str] = frozenset()
+    class_aliases: frozenset[str] = frozenset()
     names: NameTable = LLAMA_NAMES
     windows: Windows = Windows.NONE
     window_pattern: int = 0
@@ -305,6 +306,11 @@ class Architecture:
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
     same: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     other_keys: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """The fields of config.json that are computed or compared beside the common fields."""
+        return self.keys.union(self.fixed, self.same)
 
     @property
     def recurrent_layers(self) -> RecurrentLayers:

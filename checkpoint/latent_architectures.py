@@ -63,10 +63,8 @@ ROUTED_KEYS = (
     "n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace"
     " n_group topk_group norm_topk_prob routed_scaling_factor num_nextn_predict_layers"
 )
-_DEEPSEEK_KEYS = "topk_method scoring_func moe_layer_freq ep_size seq_aux aux_loss_alpha auto_map"
-"""Of published configs beside transformers'. The last four change no token: parallelism and losses of the
-training, and the names of code beside the checkpoint, which is not run.
-"""
+_DEEPSEEK_KEYS = "topk_method scoring_func moe_layer_freq"
+"""Of published configs beside transformers'."""
 _INDEX_KEYS = "index_topk index_n_heads index_head_dim"
 LATENT_SIZES: dict[str, object] = {
     "q_lora_rank": 1536,
@@ -191,6 +189,7 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
         keys=_keys(
             f"{LATENT_KEYS} {ROUTED_KEYS} {_DEEPSEEK_KEYS} {_INDEX_KEYS} rope_interleave mlp_layer_types"
             " indexer_types index_topk_freq index_skip_topk_offset index_topk_pattern indexer_rope_interleave"
+            " index_share_for_mtp_iteration num_experts"
         ),
         rope=RopeRule(is_interleaved=True),
         latent=LatentRule(indexer=IndexRule(is_interleaved=True, can_share=True)),
@@ -205,6 +204,7 @@ LATENT_ARCHITECTURES: tuple[Architecture, ...] = (
             "index_n_heads": 32,
         },
         fixed=_SPARSE_FIXED | {"indexer_rope_interleave": True},
+        other_keys={"num_experts": "n_routed_experts"},
     ),
     Architecture(
         model_type="hy_v4",

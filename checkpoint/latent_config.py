@@ -130,16 +130,16 @@ def parse_latent(raw: RawConfig, row: Architecture, rule: LatentRule) -> Latent:
 
 
 def _check_widths(raw: RawConfig, latent: Latent, rule: LatentRule) -> None:
-    """Widths that transformers writes, but does not read, must be those that it computes."""
+    """Widths that transformers computes whatever the config says must be those of a head, or of a part."""
     if latent.rope_dim % 2:
         raise BadConfig(f"qk_rope_head_dim {latent.rope_dim} is odd; rotary embeddings rotate pairs")
-    head_dim = latent.query_dim if rule.is_head_whole else latent.rope_dim
-    widths = {"qk_head_dim": latent.query_dim} | ({"head_dim": head_dim} if rule.is_rotated else {})
-    for key, width in widths.items():
-        if raw.get(key) is not None and raw[key] != width:
+    parts = (latent.rope_dim, latent.nope_dim, latent.query_dim)
+    widths = {"qk_head_dim": (latent.query_dim,)} | ({"head_dim": parts} if rule.is_rotated else {})
+    for key, expected in widths.items():
+        if raw.get(key) is not None and raw[key] not in expected:
             raise BadConfig(
                 f"config field {key!r} = {raw[key]!r} contradicts qk_nope_head_dim {latent.nope_dim} and"
-                f" qk_rope_head_dim {latent.rope_dim}, expected {width}"
+                f" qk_rope_head_dim {latent.rope_dim}, expected {' or '.join(map(str, expected))}"
             )
 
 

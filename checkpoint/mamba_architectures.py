@@ -28,9 +28,11 @@ def _keys(words: str) -> frozenset[str]:
 
 _MAMBA_KEYS = (
     "mamba_n_heads mamba_d_head mamba_n_groups mamba_d_state mamba_d_conv mamba_expand mamba_conv_bias"
-    " mamba_proj_bias mamba_chunk_size time_step_limit"
+    " mamba_proj_bias mamba_chunk_size time_step_limit time_step_min time_step_max time_step_floor"
 )
-"""The chunk size belongs to other kernels: it changes only the order of sums."""
+"""The chunk size belongs to other kernels: it changes only the order of sums. The last three are for
+initialisation.
+"""
 _STATE_MODULES = {
     TensorRole.STATE_CONV: "mamba.conv1d",
     TensorRole.STATE_DECAY: "mamba",
@@ -93,9 +95,8 @@ _NEMOTRON_MODULES = {
     TensorRole.SHARED_DOWN: "mixer.shared_experts.down_proj",
 }
 _NEMOTRON_UNREAD = (
-    "auto_map chunk_size expand time_step_min time_step_max time_step_floor use_mamba_kernels"
-    " num_logits_to_keep rescale_prenorm_residual moe_shared_expert_overlap partial_rotary_factor"
-    " mtp_layers_block_type mtp_hybrid_override_pattern"
+    "chunk_size expand time_step_min time_step_max time_step_floor time_step_rank use_mamba_kernels"
+    " moe_shared_expert_overlap partial_rotary_factor mtp_layers_block_type mtp_hybrid_override_pattern"
 )
 """Fields of other kernels, of training, of draft layers, and of rotations, which no layer has. transformers
 limits time steps by time_step_min in prompts and not in decodes; here neither has a limit, as in vLLM.
@@ -130,7 +131,6 @@ MAMBA_ARCHITECTURES: tuple[Architecture, ...] = (
         title="Bamba",
         keys=_keys(
             f"{_MAMBA_KEYS} attn_layer_indices attention_bias mlp_bias attn_rotary_emb partial_rotary_factor"
-            " num_logits_to_keep z_loss_coefficient"
         ),
         names=_FALCON_NAMES,
         rope=RopeRule(partial=0.5, rotary_dim_key="attn_rotary_emb"),
@@ -146,7 +146,7 @@ MAMBA_ARCHITECTURES: tuple[Architecture, ...] = (
             f"{_MAMBA_KEYS} mamba_d_ssm mamba_rms_norm mamba_norm_before_gate projectors_bias attention_bias"
             " mlp_bias lm_head_multiplier embedding_multiplier mlp_multipliers key_multiplier"
             " attention_in_multiplier attention_out_multiplier ssm_multipliers ssm_in_multiplier"
-            " ssm_out_multiplier num_logits_to_keep layers_block_type mamba_use_mlp mlp_expansion_factor"
+            " ssm_out_multiplier layers_block_type mamba_use_mlp mlp_expansion_factor"
         ),
         names=_FALCON_NAMES,
         has_kv_heads_default=False,
@@ -171,7 +171,8 @@ MAMBA_ARCHITECTURES: tuple[Architecture, ...] = (
             " conv_kernel use_conv_bias use_bias mamba_proj_bias time_step_limit mamba_ssm_cache_dtype"
             " n_routed_experts n_shared_experts moe_intermediate_size moe_shared_expert_intermediate_size"
             " moe_latent_size num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob"
-            " residual_in_fp32 num_nextn_predict_layers"
+            " residual_in_fp32 num_nextn_predict_layers attention_head_dim mamba_num_groups mamba_state_dim"
+            " num_query_groups"
             f" {_NEMOTRON_UNREAD}"
         ),
         names=replace(
@@ -220,5 +221,11 @@ MAMBA_ARCHITECTURES: tuple[Architecture, ...] = (
         },
         reasons={"mamba_ssm_cache_dtype": ": states are summed in float32"},
         same={"norm_eps": ("layer_norm_epsilon",)},
+        other_keys={
+            "attention_head_dim": "head_dim",
+            "mamba_num_groups": "n_groups",
+            "mamba_state_dim": "ssm_state_size",
+            "num_query_groups": "num_key_value_heads",
+        },
     ),
 )

@@ -19,7 +19,7 @@ from checkpoint.config_fields import RawConfig, flag, natural_int, positive_int,
 from checkpoint.dtypes import DType
 from checkpoint.errors import MissingTensor, UnexpectedTensor, UnsupportedModel
 from checkpoint.headers import TensorEntry
-from checkpoint.rope_config import FULL, SLIDING
+from checkpoint.rope_config import FULL, SLIDING, scaled_length
 from checkpoint.wrappers import WRAPPERS, is_wrapper
 
 _IN_LAYER = re.compile(r"(?P<prefix>(?:.*?\.)?(?:layers|h|blocks)\.)(?P<layer>[0-9]{1,9})\.(?P<name>.+)")
@@ -30,7 +30,10 @@ _UNUSED = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias_mask")
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _REFUSED: Mapping[str, str] = {
-    "quantization_config": "its quantised weights are read only for families with a row",
+    **dict.fromkeys(
+        ("quantization_config", "compression_config"),
+        "its quantised weights are read only for families with a row",
+    ),
     "is_encoder_decoder": "it is an encoder-decoder, stages have decoder layers only",
     "num_kv_shared_layers": "layers reuse keys and values of other layers, which a cut would separate",
     "hidden_size_per_layer_input": "every layer reads embeddings of its own, which no stage hands on",
@@ -118,6 +121,7 @@ def parse_other(raw: RawConfig, tensors: Mapping[str, TensorEntry]) -> Blueprint
             before=tuple(found.before.items()),
             after=tuple((found.after | matrix if is_tied else found.after).items()),
         ),
+        scaled_length=scaled_length(raw),
     )
 
 

@@ -13,6 +13,7 @@ from checkpoint.config_fields import RawConfig, flag, text
 from checkpoint.dtypes import PackedDType
 from checkpoint.errors import BadConfig, UnsupportedModel
 from checkpoint.quantization import (
+    NF4_BLOCK,
     Awq,
     Fp4,
     Fp4Layout,
@@ -26,31 +27,44 @@ from checkpoint.quantization import (
 )
 
 FIELD = "quantization_config"
+_FORMER_FIELD = "compression_config"
+"""Name in checkpoints of the first versions of compressed-tensors."""
 
 
 def parse_quantization(raw: RawConfig) -> Quantization | None:
-    """Read `quantization_config` of config.json; None without one.
+    """Read `quantization_config` of config.json, or the older `compression_config`; None without one.
 
     Raises UnsupportedModel for an unknown method, field or value, and BadConfig for a malformed one.
     """
-    found = raw.get(FIELD)
-    if found is None or found is False or found == {}:
+    given = [raw[key] for key in (FIELD, _FORMER_FIELD) if raw.get(key)]
+    if not given:
         return None
+    found = given[0]
+    if len(given) == 2 and given[1] != found:
+        raise BadConfig(f"config fields {FIELD!r} and {_FORMER_FIELD!r} contradict each other: leave one out")
     if isinstance(found, Mapping) and raw.get("expert_dtype") is not None:
         found = {"expert_dtype": raw["expert_dtype"], **found}
     if not isinstance(found, Mapping):
         raise BadConfig(f"config field {FIELD!r} must be an object, is {found!r:.120}")
-    method = text(found, "quant_method")
+    # Configs of TensorRT Model Optimizer may lack the method.
+    method = text(found, "quant_method") or ("modelopt" if "quant_algo" in found else None)
     if (parse := _METHODS.get(method or "")) is None:
         legal = ", ".join(_METHODS)
         raise UnsupportedModel(f"{FIELD} has quant_method {method!r}, which is not supported ({legal})")
     return parse(found)
 
 
+_HISTORY = (
+    "quant_method version producer run_compressed kv_cache_scheme kv_cache_quant_algo kv_cache_quant_method"
+)
+"""Of every method: the tool that made the weights, and the cache."""
+
+
 def _refuse_unknown(found: RawConfig, known: str, where: str = FIELD) -> None:
-    """Raise UnsupportedModel for a field that is neither in `known` nor null."""
+    """Raise UnsupportedModel for a field that is neither in `known` nor null, empty, or history."""
+    names = {*known.split(), *_HISTORY.split()}
     for key, value in found.items():
-        if value is not None and key not in known.split():
+        if value is not None and value != {} and value != [] and key not in names:
             raise UnsupportedModel(f"config field '{where}.{key}' = {value!r:.120} is not supported")
 
 
@@ -117,11 +131,11 @@ def _parse_fp8(found: RawConfig) -> Quantization:
     """
     _refuse_unknown(
         found,
-        "quant_method weight_block_size modules_to_not_convert ignored_layers fmt scale_fmt"
+        "weight_block_size modules_to_not_convert ignored_layers fmt scale_fmt"
         " activation_scheme dequantize expert_dtype",
     )
     _require(found, "expert_dtype", "fp4", "fp8", None)
-    _require(found, "fmt", "e4m3", None)
+    _require(found, "fmt", "e4m3", "float8_e4m3fn", None)
     _require(found, "scale_fmt", "float", "ue8m0", None)
     has_blocks = found.get("weight_block_size") is not None
     block = _block(found, "weight_block_size") if has_blocks else (0, 0)
@@ -135,20 +149,23 @@ def _parse_fp8(found: RawConfig) -> Quantization:
 
 
 def _parse_gptq(found: RawConfig) -> Quantization:
-    """The order of activations (`desc_act`) is in the group indexes of the tensors; the rest is history."""
+    """The order of columns (`desc_act`) is in the group indexes of the tensors; the rest is history."""
     _refuse_unknown(
         found,
-        "quant_method bits group_size checkpoint_format desc_act sym pack_dtype lm_head damp_percent"
+        "bits group_size checkpoint_format format method desc_act sym pack_dtype lm_head damp_percent"
         " damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name meta"
         " dataset tokenizer batch_size block_name_to_quantize module_name_preceding_first_block pad_token_id"
-        " use_cuda_fp16 model_seqlen cache_block_outputs use_exllama max_input_length exllama_config"
-        " disable_exllama backend is_marlin_format act_group_aware mse",
+        " modules_in_block_to_quantize use_cuda_fp16 model_seqlen cache_block_outputs use_exllama"
+        " max_input_length exllama_config disable_exllama backend is_marlin_format act_group_aware mse"
+        " hyb_act v2 v2_alpha quantizer uri offload_to_disk offload_to_disk_path pack_impl parallel_packing",
     )
     _require(found, "bits", 4, 8)
-    _require(found, "checkpoint_format", "gptq", "gptq_v2", None)
+    for key in ("checkpoint_format", "format"):
+        _require(found, key, "gptq", "gptq_v2", None)
+    _require(found, "method", "gptq", None)
     _require(found, "pack_dtype", "int32", None)
     _require(found, "is_marlin_format", False, None)
-    is_v2 = found.get("checkpoint_format") == "gptq_v2"
+    is_v2 = (found.get("checkpoint_format") or found.get("format")) == "gptq_v2"
     scheme = Gptq(
         bits=4 if found["bits"] == 4 else 8,
         group=_group_size(found, "group_size"),
@@ -161,7 +178,7 @@ def _parse_gptq(found: RawConfig) -> Quantization:
 def _parse_awq(found: RawConfig) -> Quantization:
     _refuse_unknown(
         found,
-        "quant_method bits group_size version zero_point modules_to_not_convert backend do_fuse"
+        "bits group_size zero_point modules_to_not_convert backend do_fuse"
         " fuse_max_seq_len modules_to_fuse exllama_config",
     )
     _require(found, "bits", 4)
@@ -177,7 +194,7 @@ def _parse_bitsandbytes(found: RawConfig) -> Quantization:
     """The compute dtype is the run dtype here."""
     _refuse_unknown(
         found,
-        "quant_method _load_in_4bit _load_in_8bit load_in_4bit load_in_8bit bnb_4bit_compute_dtype"
+        "_load_in_4bit _load_in_8bit load_in_4bit load_in_8bit bnb_4bit_compute_dtype bnb_4bit_blocksize"
         " bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant llm_int8_skip_modules"
         " llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_threshold",
     )
@@ -186,6 +203,7 @@ def _parse_bitsandbytes(found: RawConfig) -> Quantization:
     _require(found, "load_in_4bit", True)
     _require(found, "bnb_4bit_quant_type", "nf4")
     _require(found, "bnb_4bit_quant_storage", "uint8", None)
+    _require(found, "bnb_4bit_blocksize", NF4_BLOCK, None)
     scheme = Nf4(is_nested=flag(found, "bnb_4bit_use_double_quant", default=False))
     return Quantization(
         targets=(PackedModules(_EVERYTHING, scheme),), ignore=_patterns(found, "llm_int8_skip_modules")
@@ -193,7 +211,7 @@ def _parse_bitsandbytes(found: RawConfig) -> Quantization:
 
 
 def _parse_mxfp4(found: RawConfig) -> Quantization:
-    _refuse_unknown(found, "quant_method modules_to_not_convert dequantize")
+    _refuse_unknown(found, "modules_to_not_convert dequantize")
     scheme = Fp4(layout=Fp4Layout.GPT_OSS, is_nv=False)
     return Quantization(
         targets=(PackedModules(_EVERYTHING, scheme),), ignore=_patterns(found, "modules_to_not_convert")
@@ -201,12 +219,8 @@ def _parse_mxfp4(found: RawConfig) -> Quantization:
 
 
 def _parse_modelopt(found: RawConfig) -> Quantization:
-    """`config_groups` repeat the algorithm; `kv_cache_*` is about the cache only."""
-    _refuse_unknown(
-        found,
-        "quant_method quant_algo group_size ignore exclude_modules config_groups producer kv_cache_scheme"
-        " kv_cache_quant_algo",
-    )
+    """`config_groups` repeat the algorithm."""
+    _refuse_unknown(found, "quant_algo group_size ignore exclude_modules config_groups")
     _require(found, "quant_algo", "FP8", "NVFP4")
     scheme: Scheme = Scaled(dtype=PackedDType.F8_E4M3, block=(0, 0))
     if found["quant_algo"] == "NVFP4":
@@ -222,12 +236,12 @@ def _parse_compressed_tensors(found: RawConfig) -> Quantization:
     """Activations, observers and history have no effect on stored weights."""
     _refuse_unknown(
         found,
-        "quant_method config_groups format ignore kv_cache_scheme sparsity_config transform_config version"
-        " quantization_status global_compression_ratio",
+        "config_groups format ignore sparsity_config transform_config quantization_status"
+        " global_compression_ratio",
     )
-    for key in ("sparsity_config", "transform_config"):
-        _require(found, key, {}, None)
-    _require(found, "quantization_status", "compressed", "frozen", None)
+    _refuse_sparse(found)
+    _require(found, "transform_config", {}, {"config_groups": {}}, None)
+    _require(found, "quantization_status", "initialized", "compressed", "frozen", None)
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise BadConfig(f"config field '{FIELD}.config_groups' must be an object, is {groups!r:.120}")
@@ -240,12 +254,24 @@ def _parse_compressed_tensors(found: RawConfig) -> Quantization:
     )
 
 
+def _refuse_sparse(found: RawConfig) -> None:
+    """Raise UnsupportedModel for weights that are stored without their zeros."""
+    sparsity = found.get("sparsity_config") or {"format": "dense"}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
+        raise UnsupportedModel(
+            f"config field '{FIELD}.sparsity_config' = {sparsity!r:.120} is not supported, only format"
+            " 'dense' is"
+        )
+
+
 def _parse_group(found: RawConfig, name: object, group: object) -> list[PackedModules]:
     where = f"{FIELD}.config_groups.{name}"
     if not isinstance(group, Mapping):
         raise BadConfig(f"config field '{where}' must be an object, is {group!r:.120}")
     _refuse_unknown(group, "targets weights input_activations output_activations format", where)
     weights = group.get("weights")
+    if weights is None:
+        return []  # activations alone
     if not isinstance(weights, Mapping):
         raise BadConfig(f"config field '{where}.weights' must be an object, is {weights!r:.120}")
     where = f"{where}.weights"

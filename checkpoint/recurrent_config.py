@@ -115,12 +115,17 @@ def _check_activation(raw: RawConfig, key: str) -> None:
         raise UnsupportedModel(f"config field {key!r} = {activation!r} is not supported, only 'silu' is")
 
 
+_LARGEST_FLOAT32 = 3.4028234e38
+"""No time step exceeds it."""
+
+
 def _check_no_limit(raw: RawConfig) -> None:
     """Raise UnsupportedModel for limits of time steps: transformers has them in prompts, not in decodes."""
     limits = raw.get("time_step_limit")
     if limits is None or (isinstance(limits, list) and len(limits) == 2):
         low, high = limits or (0.0, math.inf)
-        if low == 0.0 and high in (math.inf, {"__float__": "Infinity"}):
+        is_endless = isinstance(high, int | float) and high > _LARGEST_FLOAT32
+        if low == 0.0 and (is_endless or high == {"__float__": "Infinity"}):
             return
     raise UnsupportedModel(
         f"config field 'time_step_limit' = {limits!r} is not supported, only [0.0, Infinity] is"
@@ -169,7 +174,7 @@ def _parse_kimi_delta(raw: RawConfig, eps: float) -> KimiDelta:
 
 def _has_sigmoid_gate(raw: RawConfig) -> bool:
     name = text(raw, "output_gate_type") or "silu"
-    if name not in ("silu", "sigmoid"):
+    if name not in ("silu", "swish", "sigmoid"):
         raise UnsupportedModel(f"config field 'output_gate_type' = {name!r} is not supported")
     return name == "sigmoid"
 

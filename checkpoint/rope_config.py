@@ -19,6 +19,7 @@ from checkpoint.config_fields import (
     positive_float,
     positive_floats,
     positive_int,
+    shown,
 )
 from checkpoint.errors import BadConfig, UnsupportedModel
 
@@ -114,8 +115,8 @@ _COMMON_KEYS = frozenset({"rope_theta", "rope_type", "type", "finetuned"})
 """`finetuned` describes the training of the weights; the formula is the same."""
 
 _KIND_KEYS = {
-    RopeKind.DEFAULT: frozenset[str](),
-    RopeKind.LINEAR: frozenset({"factor"}),
+    RopeKind.DEFAULT: frozenset({"original_max_position_embeddings"}),
+    RopeKind.LINEAR: frozenset({"factor", "original_max_position_embeddings"}),
     RopeKind.LLAMA3: frozenset(
         {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     ),
@@ -180,25 +181,80 @@ def _ropes_of_transformers_4(
     }
 
 
+_SCALED = {kind.value for kind in (RopeKind.LINEAR, RopeKind.LLAMA3, RopeKind.YARN, RopeKind.LONGROPE)}
+
+
+def scaled_length(raw: RawConfig, *, is_counted: bool = False) -> int:
+    """The longest sequence of a scaled rotary embedding, factor times the original length.
+
+    0 if it is none, or not longer than max_position_embeddings.
+
+    Configs of published models keep max_position_embeddings when they are scaled, as their model cards say.
+    An original length that is missing is max_position_embeddings, unless this counts the scaling
+    (`is_counted`).
+    """
+    found = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(found, Mapping):
+        return 0
+    usual = longest = positive_int(raw, "max_position_embeddings")
+    for given in (found, *(own for own in found.values() if isinstance(own, Mapping))):
+        if _with_rope_type(given)["rope_type"] not in _SCALED or given.get("factor") is None:
+            continue
+        key = "original_max_position_embeddings"
+        original = given.get(key) or raw.get(key) or (None if is_counted else usual)
+        if original is not None:
+            reached = positive_float(given, "factor") * positive_int({key: original}, key)
+            longest = max(longest, int(reached))
+    return longest if longest > usual else 0
+
+
 def parse_query_growth(raw: RawConfig, rule: RopeRule) -> tuple[float, int] | None:
     """Parse beta and original length of Ministral 3's attention temperature; None without it."""
     if not rule.has_query_growth:
         return None
     _, given = _rope_object(raw, rule)
-    if (beta := optional_float(given, "llama_4_scaling_beta")) is None:
+    if not given.get("llama_4_scaling_beta"):
         return None
+    beta = positive_float(given, "llama_4_scaling_beta")
     return beta, positive_int(given, "original_max_position_embeddings")
 
 
 def _rope_object(raw: RawConfig, rule: RopeRule) -> tuple[str, RawConfig]:
+    """The object and its name. Of two, transformers reads rope_scaling alone, so they must agree."""
     given = {key: raw[key] for key in ("rope_scaling", "rope_parameters") if raw.get(key)}
-    if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
-        raise BadConfig("config fields 'rope_scaling' and 'rope_parameters' contradict each other")
     for name, value in given.items():
         if not isinstance(value, dict):
             raise BadConfig(f"config field {name!r} must be an object, is {value!r}")
+    if len(given) == 2:
+        _refuse_other_rope(raw, rule, given["rope_scaling"], given["rope_parameters"])
+    for name, value in given.items():
         return name, value
     return "rope_scaling", rule.default or {}
+
+
+_OUTSIDE = ("rope_theta", "partial_rotary_factor")
+"""Parameters that transformers 4 wrote beside rope_scaling."""
+
+
+def _refuse_other_rope(raw: RawConfig, rule: RopeRule, scaling: RawConfig, parameters: RawConfig) -> None:
+    """Raise BadConfig if `parameters` give another rotary embedding than `scaling`, or than its defaults."""
+    defaults = {"rope_theta": rule.theta, "partial_rotary_factor": rule.partial or 1.0}
+    outside = {key: raw[key] for key in _OUTSIDE if raw.get(key) is not None}
+    read, unread = (_with_rope_type({**defaults, **outside, **found}) for found in (scaling, parameters))
+    for key in sorted(read.keys() | unread.keys()):
+        if read.get(key) != unread.get(key):
+            raise BadConfig(
+                f"config fields 'rope_scaling' and 'rope_parameters' contradict each other: {key!r} is"
+                f" {shown(read.get(key))} and {shown(unread.get(key))}"
+            )
+
+
+def _with_rope_type(found: RawConfig) -> RawConfig:
+    """Parameters that are not null, with the newer name of the kind."""
+    kind = found.get("rope_type") or found.get("type") or "default"
+    return {key: value for key, value in found.items() if value is not None and key != "type"} | {
+        "rope_type": kind
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,34 +28,20 @@ class Wrapper:
     other_names: frozenset[str] = frozenset()
 
 
-_COMMON_KEYS = frozenset({"text_config", "vision_config", "image_token_index", "image_token_id"})
+_COMMON_KEYS = frozenset({"text_config", "vision_config"})
 
 WRAPPERS: tuple[Wrapper, ...] = (
     Wrapper(
         model_type="gemma3",
         class_name="Gemma3ForConditionalGeneration",
         text_types=frozenset({"gemma3_text"}),
-        keys=frozenset(
-            {"boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id", "mm_tokens_per_image"}
-        ),
+        keys=frozenset({"mm_tokens_per_image"}),
     ),
     Wrapper(
         model_type="gemma4",
         class_name="Gemma4ForConditionalGeneration",
         text_types=frozenset({"gemma4_text"}),
-        keys=frozenset(
-            {
-                "audio_config",
-                "audio_token_id",
-                "boa_token_id",
-                "boi_token_id",
-                "eoa_token_id",
-                "eoa_token_index",
-                "eoi_token_id",
-                "video_token_id",
-                "vision_soft_tokens_per_image",
-            }
-        ),
+        keys=frozenset({"audio_config", "vision_soft_tokens_per_image"}),
     ),
     Wrapper(
         model_type="mistral3",
@@ -75,7 +61,7 @@ WRAPPERS: tuple[Wrapper, ...] = (
             model_type=model_type,
             class_name=f"{class_prefix}ForConditionalGeneration",
             text_types=frozenset({f"{model_type}_text"}),
-            keys=frozenset({"video_token_id", "vision_start_token_id", "vision_end_token_id"}),
+            keys=frozenset({"language_model_only"}),
         )
         for model_type, class_prefix in (("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe"))
     ),
@@ -83,9 +69,7 @@ WRAPPERS: tuple[Wrapper, ...] = (
         model_type="qwen4_exp",
         class_name="Qwen4ExpForConditionalGeneration",
         text_types=frozenset({"qwen4_exp_text"}),
-        keys=frozenset(
-            {"language_model_only", "video_token_id", "vision_start_token_id", "vision_end_token_id"}
-        ),
+        keys=frozenset({"language_model_only"}),
     ),
     Wrapper(
         model_type="kimi_k25",
@@ -94,16 +78,11 @@ WRAPPERS: tuple[Wrapper, ...] = (
         text_types=frozenset({"deepseek_v3", "kimi_k2"}),
         keys=frozenset(
             {
-                "auto_map",
                 "ignore_index",
-                "media_placeholder_token_id",
                 "projection_hidden_size",
                 "projection_layer_norm_eps",
                 "use_unified_vision_chunk",
                 "video_placeholder",
-                "video_token_id",
-                "vision_end_token_id",
-                "vision_start_token_id",
             }
         ),
     ),
@@ -120,7 +99,10 @@ _OTHER_MODULES = (
 )
 _OTHERS = tuple(f"{prefix}{module}." for prefix in ("", "model.") for module in _OTHER_MODULES)
 """Prefixes of the tensors of other modalities."""
-_INHERITED = ("dtype", "torch_dtype", "quantization_config", "eos_token_id", "bos_token_id")
+_INHERITED = (
+    *("dtype", "torch_dtype", "eos_token_id", "bos_token_id"),
+    *("quantization_config", "compression_config"),
+)
 
 
 def text_config(raw: RawConfig) -> RawConfig:

@@ -584,7 +584,7 @@ _SHAPES = {
 """Fields that change names or shapes of tensors: another value is refused when a checkpoint is opened."""
 _NOT_COMPUTED = {
     *("model_type", "max_position_embeddings", "dtype", "legal_cuts", "names", "num_draft_layers", "is_wide"),
-    *("holds_stored", "num_streams"),
+    *("holds_stored", "num_streams", "scaled_length"),
 }
 """Limits and labels, names, what changes memory or rounding only (`holds_stored`, `is_wide`), and what layers
 and end must share (`num_streams`).
@@ -629,8 +629,6 @@ def mutations(blueprint: Blueprint) -> Iterator[Mutation]:
         if path.endswith("router.group_score") and all(plan.router.num_groups == 1 for plan in experts):
             continue  # there is one group
         yield Mutation(path, changed)
-    if not blueprint.tie_word_embeddings:  # a tied checkpoint may have a copy of its head
-        yield Mutation("tie_word_embeddings", replace(blueprint, tie_word_embeddings=True))
     shapes: dict[tuple[TensorRole, str], tuple[int, ...]] = {}
     for kind in blueprint.kinds:
         shapes |= role_shapes(blueprint.hidden_size, kind)
@@ -656,8 +654,7 @@ def refused(blueprint: Blueprint) -> Iterator[Mutation]:
     for path, changed in _reshaped(blueprint):
         if path.startswith("layers.placement") and has_parts:
             continue  # layers of one part have one norm
-        if not path.startswith("tie_word_embeddings") or blueprint.tie_word_embeddings:
-            yield Mutation(path, changed)
+        yield Mutation(path, changed)
 
 
 def _reshaped(value: Any) -> Iterator[tuple[str, Any]]:

@@ -319,7 +319,6 @@ def test_windows_per_layer(raw: dict[str, Any], windows: tuple[int | None, ...])
         (SMALL | {"num_experts": 8}, "'num_experts' = 8"),
         (SMALL | {"rope_interleaved": True}, "'rope_interleaved' = True"),
         (SMALL | {"sliding_window": 128}, "'sliding_window' = 128 is not supported for 'llama'"),
-        (SMALL | {"auto_map": {"AutoModelForCausalLM": "m.M"}}, "'auto_map'"),
         (SMALL | {"some_future_field": "on"}, "'some_future_field' = 'on'"),
         (SMALL | {"some_future_field": False}, "'some_future_field' = False"),
         (SMALL | {"some_future_field": 0}, "'some_future_field' = 0"),
@@ -328,6 +327,10 @@ def test_windows_per_layer(raw: dict[str, Any], windows: tuple[int | None, ...])
         (QWEN3 | {"is_causal": 1}, "'is_causal' = 1 is not supported for 'qwen3'"),
         (SMALL | {"use_rope": False}, "'use_rope' = False"),
         (SMALL | {"num_experts": False}, "'num_experts' = False"),
+        (SMALL | {"rotary_pct": 0.5}, "'rotary_pct' = 0.5"),
+        (SMALL | {"lm_head_bias": True}, "'lm_head_bias' = True"),
+        (SMALL | {"mlp_only_layers": [1]}, r"'mlp_only_layers' = \[1\]"),
+        (SMALL | {"rope_scaling": yarn(attn_factor=0.5)}, "'rope_scaling.attn_factor' = 0.5"),
         (SMALL | {"rope_scaling": yarn(future=False)}, "'rope_scaling.future' = False"),
         (MISTRAL | {"attention_bias": True}, "'attention_bias' = True is not supported for 'mistral'"),
         (QWEN25 | {"mlp_bias": True}, "'mlp_bias' = True is not supported for 'qwen2'"),
@@ -359,6 +362,23 @@ def test_unsupported_settings_are_rejected_by_name(raw: dict[str, Any], named: s
 
 
 @pytest.mark.parametrize(
+    ("scaling", "parameters"),
+    [
+        ({"type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0}),
+        ({"type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}),
+        ({"type": "linear", "factor": 2.0, "rope_theta": 1e6}, {"rope_type": "linear", "factor": 2.0}),
+    ],
+)
+def test_two_rotary_embeddings_that_differ_are_refused(
+    scaling: dict[str, Any], parameters: dict[str, Any]
+) -> None:
+    """Of two, transformers reads rope_scaling, with the default base."""
+    with pytest.raises(BadConfig, match="'rope_scaling' and 'rope_parameters' contradict each other: '"):
+        parse_config(SMALL | {"rope_scaling": scaling, "rope_parameters": parameters})
+
+
+@pytest.mark.parametrize(
     "more",
     [
         {"some_future_field": None},
@@ -366,10 +386,35 @@ def test_unsupported_settings_are_rejected_by_name(raw: dict[str, Any], named: s
         {"attn_logit_softcapping": 0.0, "num_local_experts": 0, "quantization_config": {}},
         {"partial_rotary_factor": 1, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
         {"attention_dropout": 0.1, "pretraining_tp": 2, "use_cache": False},
+        {"auto_map": {"AutoModelForCausalLM": "m.M"}, "transformers.js_config": {"dtype": "q4"}},
+        {"_attn_implementation_autoset": True, "video_token_id": 7, "classifier_dropout": 0.1},
+        {"output_router_logits": True, "is_decoder": True, "mlp_only_layers": [], "rotary_pct": 1.0},
+        {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ],
 )
 def test_settings_that_change_no_logit_are_ignored(more: dict[str, Any]) -> None:
     assert parse_config(SMALL | more) == parse_config(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("raw", "longest"),
+    [
+        (QWEN3 | {"rope_scaling": yarn()}, 131072),
+        (QWEN3 | {"rope_parameters": yarn(rope_theta=1e6), "rope_theta": None}, 131072),
+        (QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 2.0}}, 2 * 40960),
+        (LLAMA2 | {"rope_scaling": {"type": "linear", "factor": 2.5}}, 10240),
+        (LLAMA31, 131072),
+        (GPT_OSS, 131072),
+        (LLAMA2, 4096),
+        (LLAMA2 | {"rope_scaling": {"type": "linear", "factor": 0.5}}, 4096),
+    ],
+)
+def test_a_scaled_rotary_embedding_reaches_factor_times_the_original_length(
+    raw: dict[str, Any], longest: int
+) -> None:
+    config = parse_config(raw)
+    assert config.longest_sequence == longest
+    assert config.max_position_embeddings == raw["max_position_embeddings"]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt_oss"])

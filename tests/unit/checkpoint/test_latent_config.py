@@ -521,9 +521,9 @@ def test_pairs_may_lie_half_a_head_apart() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (V3 | {"head_dim": 192}, "'head_dim' = 192 contradicts qk_nope_head_dim 128 and qk_rope_head_dim 64"),
+        (V3 | {"head_dim": 96}, "'head_dim' = 96 contradicts qk_nope_head_dim 128 and qk_rope_head_dim 64"),
         (V3 | {"qk_head_dim": 128}, "'qk_head_dim' = 128 contradicts"),
-        (MISTRAL_4 | {"head_dim": 64}, "'head_dim' = 64 contradicts"),
+        (MISTRAL_4 | {"head_dim": 96}, "'head_dim' = 96 contradicts"),
         (V3 | {"qk_rope_head_dim": 63}, "qk_rope_head_dim 63 is odd"),
         (V3 | {"kv_lora_rank": 0}, "kv_lora_rank"),
         (
