@@ -201,7 +201,7 @@ class CoordinatorConfig:
             "--max-model-len",
             "N",
             "Maximum tokens of a sequence, prompt and output; chooses the rotary factors of longrope models",
-            unset="the model's limit",
+            unset="max_position_embeddings of the model",
             min=1,
             max=MAX_INT,
         ),

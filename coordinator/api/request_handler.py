@@ -166,9 +166,10 @@ class RequestHandler:
         self._model = model
         self._traces = traces
         self._priority_age_s = priority_age_s
-        model_limit = model.config.max_position_embeddings
+        config = model.config
         self._decoder = GenerateDecoder(
-            max_model_len=min(model_limit, max_model_len or model_limit), vocab_size=model.config.vocab_size
+            max_model_len=min(config.longest_sequence, max_model_len or config.max_position_embeddings),
+            vocab_size=config.vocab_size,
         )
         self._public = public
         # Caches end with this process, so their salts do, too.

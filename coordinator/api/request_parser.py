@@ -309,7 +309,7 @@ def check_text_size(request: inference_pb2.GenerateRequest, model: ServedModel) 
     text = _text_codec(model, "token_ids", instead_of=f"a prompt of {request.WhichOneof('prompt')}")
     texts = [request.text, *(message.content for message in request.conversation.messages)]
     size_bytes = sum(len(text.encode()) for text in texts)
-    max_tokens = model.config.max_position_embeddings
+    max_tokens = model.config.longest_sequence
     most_bytes = TEXT_SLACK * max_tokens * text.longest_token_bytes
     if size_bytes > most_bytes:
         raise InvalidRequest(
@@ -575,7 +575,7 @@ def _max_tokens(
 
 
 def _limit_reason(model: ServedModel, plan: Plan) -> str:
-    model_limit = model.config.max_position_embeddings
+    model_limit = model.config.longest_sequence
     limits = f"model: {model_limit}, configured: {plan.limits.max_sequence_tokens}"
     if plan.holds_any_length:
         return limits

@@ -37,7 +37,7 @@ class TokenizerService:
     def __init__(self, model: ServedModel, beside: RunBeside) -> None:
         self._model = model
         self._beside = beside
-        max_ids = model.config.max_position_embeddings
+        max_ids = model.config.longest_sequence
         self._tokenize_scan = MessageScan(
             inference_pb2.TokenizeRequest.DESCRIPTOR,
             max_fields=MAX_GENERATE_FIELDS,

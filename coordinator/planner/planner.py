@@ -275,7 +275,7 @@ def make_plan(
     memory = StageMemory(
         config=config,
         dtype=dtype,
-        limits=limits.capped(config.max_position_embeddings),
+        limits=limits.capped(config.longest_sequence),
         block_size=block_size,
         num_stages=len(workers),
         kv_dtype=kv_dtype,
@@ -519,14 +519,19 @@ def check_counts(config: CoordinatorConfig, model: ServedModel) -> None:
 
 
 def _max_sequence_tokens(config: CoordinatorConfig, model: ServedModel) -> int:
-    model_limit = model.config.max_position_embeddings
+    limit, default = model.config.longest_sequence, model.config.max_position_embeddings
     given = config.max_sequence_tokens
-    if given is not None and given > model_limit:
-        raise PlanImpossible(
-            f"--max-model-len is {given}, but the model's limit is {model_limit} (max_position_embeddings): "
-            "lower --max-model-len or omit it"
+    if given is not None and given > limit:
+        reason = (
+            "factor x original length of its rotary embedding"
+            if limit > default
+            else "max_position_embeddings"
         )
-    return given or model_limit
+        raise PlanImpossible(
+            f"--max-model-len is {given}, but the model's limit is {limit} ({reason}): lower --max-model-len"
+            " or omit it"
+        )
+    return given or default
 
 
 def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[WorkerCapacity]) -> Plan:

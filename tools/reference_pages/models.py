@@ -30,8 +30,14 @@ _WINDOWS = f"""
 A `model_type` after a plus sign has images, too: its text model is served, the tensors of other modalities
 are not read.
 
-A field of config.json that is not known for a family is refused by name, unless it cannot change a logit.
-Code beside the weights, which published DeepSeek and Kimi checkpoints name in `auto_map`, is never run.
+A field of config.json that is not known for a family is refused by name, unless it cannot change a logit:
+fields of training, exports and kernels are ignored, and others may have the value that says what the family
+computes anyway. Code beside the weights, which published checkpoints name in `auto_map`, is never run.
+
+A head that is stored is used, also where `tie_word_embeddings` is true, as in transformers. In quantised
+checkpoints, the stored tensors decide which matrices are quantised, not the lists of modules in
+`quantization_config`; tensors that contradict each other, such as a packed matrix without its scales, are
+refused by name.
 
 ## Other families
 
@@ -211,6 +217,13 @@ are compared bit by bit with the `gguf` package, and each architecture with the 
 | `gguf.types` | types of tensors in GGUF files |
 
 ## Long sequences
+
+Sequences have up to `max_position_embeddings` tokens by default. Where config.json scales the rotary
+embedding (`rope_scaling` or `rope_parameters` with `linear`, `yarn`, `llama3` or `longrope`),
+`--max-model-len` may be up to `factor` times `original_max_position_embeddings`, if that is more. Without the
+original length, it may be up to `factor` times `max_position_embeddings`, except in families with rotary
+embeddings per type of layer, whose length counts the factor. For YaRN as in Qwen's model cards, edit
+config.json and start the coordinator with `--max-model-len 131072`.
 
 Phi-3 and Phi-4 checkpoints with `longrope` have two lists of rotary factors, for sequences up to
 `original_max_position_embeddings` and for longer ones. All keys of a cache need the same list, so the longest

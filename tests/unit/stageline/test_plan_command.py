@@ -15,10 +15,11 @@ from checkpoint import Checkpoint
 from coordinator.config import CoordinatorConfig
 from coordinator.model import open_model
 from coordinator.planner.layer_kinds import layer_kinds
+from coordinator.planner.plan import PlanImpossible
 from coordinator.planner.planner import plan_for
 from stageline.cli import main
 from stageline.cli.plan import parse_workers, plan_json, plan_view
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import edit_config, make_checkpoint
 from tests.families import make_family
 from tests.gguf_files import quantised, write_gguf
 from tests.mistral_files import write_mistral
@@ -69,6 +70,21 @@ def test_layers_that_no_stage_can_begin_with_are_shown(capsys: Captured) -> None
     plan = plan_for(config, model, parse_workers("64MiB"))
     Console(width=120).print(plan_view(plan, model, layer_kinds(model.config, plan)))
     assert "A stage can begin with layers 0-2, 8; not with 3-7, 9-11." in capsys.readouterr().out
+
+
+def test_sequences_may_be_as_long_as_a_scaled_rotary_embedding_reaches(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    edit_config(make_checkpoint(tmp_path, "qwen3", num_layers=2), rope_parameters=..., rope_scaling=yarn)
+    config = CoordinatorConfig(model=tmp_path, num_stages=1)
+
+    def longest(**given: int) -> int:
+        changed = replace(config, **given)
+        return plan_for(changed, open_model(changed), parse_workers("256MiB")).max_sequence_tokens
+
+    assert longest() == 512
+    assert longest(max_sequence_tokens=2048) == 2048
+    with pytest.raises(PlanImpossible, match=r"is 2049, but the model's limit is 2048 \(factor x original"):
+        longest(max_sequence_tokens=2049)
 
 
 def test_json_adds_up(capsys: Captured) -> None:
