@@ -54,7 +54,7 @@ def make_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = _new_model(config)
-        _perturb(model)
+        perturb(model)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size or "50GB")
     return directory
 
@@ -113,7 +113,7 @@ def byte_outside_of_samples(name: str, entry: TensorEntry) -> int:
 
 
 @torch.no_grad()
-def _perturb(model: PreTrainedModel) -> None:
+def perturb(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             around = round(float(parameter.mean()))  # 0 where the model adds 1
