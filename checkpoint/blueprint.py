@@ -443,7 +443,7 @@ class Blueprint:
     plain; with `holds_stored`, those that `held_plans` names stay in it in memory. `handed_on` crosses every
     cut beside the hidden states. `outer` replaces `names` in a family without a row, all of whose layers are
     `Opaque`. `collapse` ends the streams of layers with a `LayerPlan.connection`, which all layers have then.
-    `scaled_length`: see `longest_sequence`.
+    `scaled_length`: see `rope_config.scaled_length`.
     """
 
     model_type: str
@@ -487,9 +487,7 @@ class Blueprint:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that may be asked for: what a scaled rotary embedding reaches may
-        exceed max_position_embeddings, which is the default.
-        """
+        """Limit of --max-model-len in tokens; max_position_embeddings is its default."""
         return max(self.max_position_embeddings, self.scaled_length)
 
     @property
@@ -547,12 +545,9 @@ class Blueprint:
 
     def for_length(self, max_tokens: int) -> Blueprint:
         """This decoder for sequences of at most `max_tokens`, which decide on `RopeConfig.is_long`."""
-        return self.with_long_rope(
-            is_long=any(
-                rope.kind is RopeKind.LONGROPE and max_tokens > rope.original_max_position_embeddings
-                for rope in self._ropes
-            )
-        )
+        ropes = [rope for rope in self._ropes if rope.kind is RopeKind.LONGROPE]
+        is_long = any(max_tokens > rope.original_max_position_embeddings for rope in ropes)
+        return self.with_long_rope(is_long=is_long)
 
     def with_long_rope(self, *, is_long: bool) -> Blueprint:
         """This decoder with the long factors of LONGROPE, or with the short ones."""

@@ -137,13 +137,14 @@ _COMPUTED = frozenset(_COMPUTED_WORDS.split())
 # of encoders. Code that `auto_map` names is never run.
 _INERT_WORDS = """
     _name_or_path name_or_path model_name base_model_name_or_path _commit_hash _from_model_config
-    transformers_version tokenizer_class tokenizer_name auto_map transformers.js_config language license
+    transformers_version tokenizer_class tokenizer_name tokenizer_padding_side tokenizer_model_max_length
+    padding_side bos_token eos_token pad_token unk_token auto_map transformers.js_config language license
     unsloth_fixed unsloth_version _pre_quantization_dtype
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal attn_implementation
-    _experts_implementation use_flash_attn use_flash_attention use_flash_attention_2 flash_attention
-    use_sdpa attention_softmax_in_fp32 scale_attention_softmax_in_fp32 use_fused_rms_norm use_fused_rope
-    fuse_rms_norm fuse_rope fuse_linear fuse_swiglu fuse_softmax_mask fuse_attention_qkv fuse_attention_ffn
-    fuse_gate_detach_matmul use_cache use_cache_kernel use_cache_quantization
+    _experts_implementation _flash_attn_2_enabled use_flash_attn use_flash_attention use_flash_attention_2
+    flash_attention use_sdpa attention_softmax_in_fp32 scale_attention_softmax_in_fp32 use_fused_rms_norm
+    use_fused_rope fuse_rms_norm fuse_rope fuse_linear fuse_swiglu fuse_softmax_mask fuse_attention_qkv
+    fuse_attention_ffn fuse_gate_detach_matmul use_cache use_cache_kernel use_cache_quantization
     use_return_dict return_dict return_dict_in_generate output_attentions output_hidden_states output_scores
     output_router_logits num_logits_to_keep logits_to_keep keys_to_ignore_at_inference
     id2label label2id num_labels problem_type finetuning_task task_specific_params
@@ -173,7 +174,8 @@ _OFF_WORDS = """
     add_classification_head add_cross_attention attention_bias attention_out_bias is_encoder_decoder
     layer_norm_bias lm_head_bias mlp_bias norm_bias qkv_bias reorder_and_upcast_attn rope_interleaved
     rope_traditional scale_attn_by_inverse_layer_idx tie_encoder_decoder use_bias use_bidirectional_attention
-    use_cla use_dynamic_ntk use_logn_attn use_mrope use_mtp use_qk_norm use_sliding_window
+    position_embedding_xdrope use_cla use_dynamic_ntk use_logn_attn use_mrope use_mtp use_qk_norm
+    use_sliding_window
 """
 _ZERO_WORDS = """
     class_num mtp_num_hidden_layers mtp_transformer_layers n_routed_experts n_shared_experts num_experts
@@ -181,15 +183,17 @@ _ZERO_WORDS = """
     num_shared_experts shared_expert_intermediate_size shared_intermediate_size
 """
 _ONE_WORDS = """
-    attn_factor embedding_multiplier extrapolation_factor full_attn_mod interpolate_factor logit_scale
-    logits_scaling partial_rotary_factor residual_multiplier rope_ratio rotary_pct rotary_percent
+    attn_factor compression_ratio embedding_multiplier extrapolation_factor full_attn_mod interpolate_factor
+    logit_scale logits_scaling partial_rotary_factor residual_multiplier rope_ratio rotary_pct rotary_percent
     rotary_scaling_factor
 """
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(_OFF_WORDS.split(), (False,)),
     **dict.fromkeys(_ZERO_WORDS.split(), (0,)),
     **dict.fromkeys(_ONE_WORDS.split(), (1.0,)),
-    **dict.fromkeys(("is_causal", "is_llama_config", "scale_attn_weights", "use_rope"), (True,)),
+    **dict.fromkeys(
+        ("is_causal", "is_llama_config", "scale_attn_weights", "use_rmsnorm", "use_rope"), (True,)
+    ),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (0.0, False)),
     "mlp_only_layers": ([],),
     "moe_router_dtype": ("float32", "fp32"),

@@ -29,8 +29,9 @@ def _keys(words: str) -> frozenset[str]:
 _MAMBA_KEYS = (
     "mamba_n_heads mamba_d_head mamba_n_groups mamba_d_state mamba_d_conv mamba_expand mamba_conv_bias"
     " mamba_proj_bias mamba_chunk_size time_step_limit time_step_min time_step_max time_step_floor"
+    " time_step_rank"
 )
-"""The chunk size belongs to other kernels: it changes only the order of sums. The last three are for
+"""The chunk size belongs to other kernels: it changes only the order of sums. The last four are for
 initialisation.
 """
 _STATE_MODULES = {

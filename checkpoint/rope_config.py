@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from checkpoint.config_fields import (
+    MAX_INT,
     RawConfig,
     flag,
     is_neutral,
@@ -204,7 +205,7 @@ def scaled_length(raw: RawConfig, *, is_counted: bool = False) -> int:
         original = given.get(key) or raw.get(key) or (None if is_counted else usual)
         if original is not None:
             reached = positive_float(given, "factor") * positive_int({key: original}, key)
-            longest = max(longest, int(reached))
+            longest = max(longest, int(min(reached, MAX_INT)))
     return longest if longest > usual else 0
 
 
@@ -221,15 +222,15 @@ def parse_query_growth(raw: RawConfig, rule: RopeRule) -> tuple[float, int] | No
 
 def _rope_object(raw: RawConfig, rule: RopeRule) -> tuple[str, RawConfig]:
     """The object and its name. Of two, transformers reads rope_scaling alone, so they must agree."""
-    given = {key: raw[key] for key in ("rope_scaling", "rope_parameters") if raw.get(key)}
-    for name, value in given.items():
-        if not isinstance(value, dict):
-            raise BadConfig(f"config field {name!r} must be an object, is {value!r}")
-    if len(given) == 2:
-        _refuse_other_rope(raw, rule, given["rope_scaling"], given["rope_parameters"])
-    for name, value in given.items():
-        return name, value
-    return "rope_scaling", rule.default or {}
+    found: dict[str, RawConfig] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if value := raw.get(name):
+            if not isinstance(value, Mapping):
+                raise BadConfig(f"config field {name!r} must be an object, is {value!r}")
+            found[name] = value
+    if len(found) == 2:
+        _refuse_other_rope(raw, rule, found["rope_scaling"], found["rope_parameters"])
+    return next(iter(found.items()), ("rope_scaling", rule.default or {}))
 
 
 _OUTSIDE = ("rope_theta", "partial_rotary_factor")
@@ -252,9 +253,8 @@ def _refuse_other_rope(raw: RawConfig, rule: RopeRule, scaling: RawConfig, param
 def _with_rope_type(found: RawConfig) -> RawConfig:
     """Parameters that are not null, with the newer name of the kind."""
     kind = found.get("rope_type") or found.get("type") or "default"
-    return {key: value for key, value in found.items() if value is not None and key != "type"} | {
-        "rope_type": kind
-    }
+    others = {key: value for key, value in found.items() if value is not None and key != "type"}
+    return others | {"rope_type": str(kind)}
 
 
 @dataclass(frozen=True, slots=True)

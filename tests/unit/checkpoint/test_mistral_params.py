@@ -186,7 +186,7 @@ def test_dense_models_are_read() -> None:
         (LARGE, {"norm_eps": 1e-5}, "'norm_eps' = 1e-05 is not supported with latent attention"),
         (LARGE, {"sliding_window": 4096}, "'sliding_window' is not supported with latent attention"),
         (LARGE, {"kv_lora_rank": ...}, "'kv_lora_rank' is missing"),
-        (LARGE, {"head_dim": 128}, "'head_dim' = 128 contradicts"),
+        (LARGE, {"head_dim": 96}, "'head_dim' = 96 contradicts"),
         (LARGE, {"yarn.truncate": True}, "'yarn.truncate' = True is not supported"),
         (LARGE, {"yarn.factor": ...}, "'factor' is missing"),
         (LARGE, {"yarn": ...}, "'llama_4_scaling' is supported together with 'yarn' only"),
@@ -245,6 +245,12 @@ def test_other_values_and_fields_give_another_fingerprint(directory: Path) -> No
     params = json.loads((directory / "params.json").read_text())
     (directory / "params.json").write_text(json.dumps(params | {"norm_eps": 0.01}))
     assert Checkpoint.open(directory).fingerprint.partition("-")[0] != before.partition("-")[0]
+
+
+def test_a_stored_head_is_used_where_the_file_ties_it(directory: Path) -> None:
+    params = json.loads((directory / "params.json").read_text())
+    (directory / "params.json").write_text(json.dumps(params | {"tied_embeddings": True}))
+    assert not Checkpoint.open(directory).config.tie_word_embeddings
 
 
 def test_a_config_takes_precedence(directory: Path) -> None:

@@ -82,6 +82,20 @@ def test_greedy_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
         assert run.num_prefill_tokens == len(long) + len(later.prompt) - 40, "no prefix hits"
 
 
+@pytest.mark.parametrize("family", ["helium", "llama"])
+@pytest.mark.parametrize("cuts", [(), (2,)])
+def test_a_stored_head_is_used_where_the_config_ties_it(
+    family: str, cuts: tuple[int, ...], tmp_path: Path
+) -> None:
+    directory = make(tmp_path, family, tie_word_embeddings=False)
+    edit_config(directory, tie_word_embeddings=True)
+    (sequence,) = random_sequences([24])
+    pipeline = Pipeline(Checkpoint.open(directory), cuts, stage_type=TransformersStage)
+    (logits,) = compute_in_chunks(pipeline, [sequence], [9])
+    expected = reference_logits(load_reference(directory), sequence.tokens)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
 def test_bfloat16_logits_are_close_to_transformers(tmp_path: Path) -> None:
     directory = make(tmp_path, "helium", dtype="bfloat16", initializer_range=0.08)
     (sequence,) = random_sequences([33])
