@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
@@ -54,7 +55,7 @@ def accepted_of(
     arrived_at: float,
     deadline_at: float | None,
 ) -> AcceptedRequest:
-    """Journal record of a request created from `message`; times are wall clock times."""
+    """Journal record of a request created from `message`; times are the journal's."""
     kept = inference_pb2.GenerateRequest()
     kept.CopyFrom(message)
     if (prompt := kept.WhichOneof("prompt")) is not None:
@@ -303,7 +304,8 @@ class RequestHandler:
 
     def _restore(self, journalled: JournalledRequest) -> bool:
         durability, now_s = self._engine.durability, self._engine.now_s()
-        ahead_s = now_s - durability.wall_clock()  # wall clock
+        assert durability.journal is not None, "it has the requests"
+        ahead_s = now_s - durability.journal.clock.now_at()
         accepted, arrival = journalled.accepted, next(self._arrivals)
 
         def place(priority: Priority, choice: int) -> QueueOrder:
@@ -342,10 +344,15 @@ class RequestHandler:
         durability, now_s = self._engine.durability, self._engine.now_s()
         if durability.journal is None:
             return None
-        times = (arrival.arrived_s, arrival.caller.deadline_s)
-        arrived_at, deadline_at = (durability.to_wall_time(time_s, now_s=now_s) for time_s in times)
-        assert arrived_at is not None
-        return accepted_of(arrival.message, resolved, request, arrived_at=arrived_at, deadline_at=deadline_at)
+        to_journal = partial(durability.journal.clock.to_journal, now_s=now_s)
+        deadline_s = arrival.caller.deadline_s
+        return accepted_of(
+            arrival.message,
+            resolved,
+            request,
+            arrived_at=to_journal(arrival.arrived_s),
+            deadline_at=None if deadline_s is None else to_journal(deadline_s),
+        )
 
     async def _resolve(
         self, message: inference_pb2.GenerateRequest, caller: CallContext, *, is_large: bool

@@ -1,6 +1,5 @@
 """Journals requests before clients see them, and restores them after a restart."""
 
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +30,7 @@ def restore(request: Request, progress: RequestProgress, end: End | None) -> Req
     """Restore journaled output into a request without output.
 
     Returns:
-        The end of the request in wall-clock time; None if it is still live.
+        The end of the request in the journal's time; None if it is still live.
     """
     request.add_prompt_logprobs(progress.prompt_logprobs)
     for choice in request.choices:
@@ -80,11 +79,9 @@ class Durability:
         reattach_timeout_s: float = 60.0,
         *,
         policy: RecoveryPolicy,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.journal = journal
         self.reattach_timeout_s = reattach_timeout_s
-        self.wall_clock = wall_clock
         self.is_suspended = False
         self.on_change: Callable[[], None] = lambda: None
         """Called when `failure` is set or cleared."""
@@ -128,12 +125,9 @@ class Durability:
         """Journal a new deadline, given on the clock of `now_s`; None means no deadline."""
         journal = self._journal_of(request)
         if journal is not None:
-            deadline_at = self.to_wall_time(deadline_s, now_s=now_s)
+            clock = journal.clock
+            deadline_at = None if deadline_s is None else clock.to_journal(deadline_s, now_s=now_s)
             self._write(("deadline", request.id), lambda: journal.set_deadline(request.id, deadline_at))
-
-    def to_wall_time(self, time_s: float | None, *, now_s: float) -> float | None:
-        """Convert `time_s` from the clock of `now_s` to wall-clock time."""
-        return None if time_s is None else self.wall_clock() + time_s - now_s
 
     def add_step(self, updates: Sequence[SequenceUpdate]) -> None:
         """Journal the updates of a step. Its output must not be delivered while writes fail."""
@@ -143,7 +137,7 @@ class Durability:
         known = (update for update in updates if journal.has(update.sequence.key.request_id))
         entries = [_entry(update) for update in known if update.error is None]
         if entries:
-            at = self.wall_clock()
+            at = journal.clock.now_at()
             self._num_steps += 1
             self._write(("step", self._num_steps), lambda: journal.add_step(entries, at=at))
 
@@ -154,7 +148,7 @@ class Durability:
         """
         journal, writer = self._journal_of(request), self._writer
         if journal is not None and writer is not None:
-            progress = progress_of(request, self.wall_clock())
+            progress = progress_of(request, journal.clock.now_at())
             writer.try_write(lambda: journal.compact([(request.id, progress)]))
 
     def end(self, request: Request) -> None:
@@ -164,9 +158,9 @@ class Durability:
             return
         if request.error is None:
             if request.keep_s is None:
-                self._retained_until[request.id] = self.wall_clock() + self.reattach_timeout_s
+                self._retained_until[request.id] = journal.clock.now_at() + self.reattach_timeout_s
         elif request.is_kept:
-            end = End(self.wall_clock(), type(request.error).__name__, str(request.error))
+            end = End(journal.clock.now_at(), type(request.error).__name__, str(request.error))
             self._write(("end", request.id), lambda: journal.end(request.id, end))
         else:
             writer.try_write(lambda: journal.forget([request.id]))  # `sweep` tries again
@@ -206,7 +200,7 @@ class Durability:
         return True
 
     def _prune(self, journal: Journal, registry: RequestRegistry) -> None:
-        now_at = self.wall_clock()
+        now_at = journal.clock.now_at()
         for request_id in [
             request_id for request_id, until_at in self._retained_until.items() if until_at <= now_at
         ]:

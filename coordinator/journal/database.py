@@ -5,11 +5,15 @@ import logging
 import os
 import sqlite3
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.journal.records import JournalUnusable
+from coordinator.journal.clock import ClockAnchor, is_same_boot
+from coordinator.journal.committed import CommittedState, committed_state
+from coordinator.journal.records import INVALID, JournalUnusable
+from coordinator.journal.tables import Changes, RowChecksums, schema
 
 log = logging.getLogger(__name__)
 
@@ -58,31 +62,6 @@ APPLICATION_ID = 0x53474A4C  # "SGJL"
 WRITER_BUSY_TIMEOUT_S = 0.1
 """Short, because the writer runs on the event loop, which another program's lock must not block."""
 
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID;
-CREATE TABLE requests (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    id BLOB NOT NULL UNIQUE,
-    client TEXT NOT NULL,
-    message BLOB NOT NULL,
-    prompt BLOB NOT NULL,
-    bad_words TEXT NOT NULL,
-    grammar TEXT,
-    grammar_checksum TEXT,
-    arrived_at REAL NOT NULL,
-    deadline_at REAL,
-    traceparent TEXT NOT NULL,
-    caller_traceparent TEXT NOT NULL,
-    attach_digest BLOB NOT NULL,
-    ended_at REAL,
-    error_kind TEXT,
-    error_text TEXT,
-    compacted TEXT,
-    compacted_until INTEGER NOT NULL
-);
-CREATE TABLE log (number INTEGER PRIMARY KEY, at REAL NOT NULL, entries TEXT NOT NULL);
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class ServedIdentity:
@@ -96,11 +75,11 @@ class ServedIdentity:
 
 
 class FileLock:
-    """Lock held until `release` or the end of the process."""
+    """Lock of a file by its inode, held until `release` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BlockingIOError when the lock is held, OSError when the file cannot be created."""
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Raises BlockingIOError when the lock is held, OSError when the file cannot be opened or created."""
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNER_ONLY)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -112,17 +91,50 @@ class FileLock:
         os.close(self._descriptor)
 
 
-@dataclass(slots=True)
-class OpenDatabase:
-    """A validated journal database with its lock."""
+class JournalFile:
+    """A journal's file, locked. Read `committed` before `open`, which is the first to change the file."""
 
-    path: Path
-    connection: sqlite3.Connection
-    lock: FileLock
+    def __init__(self, path: Path, identity: ServedIdentity, boot_id: str) -> None:
+        """Lock the file and check all of it. Raises JournalUnusable."""
+        self.path = path
+        self.rows = RowChecksums()
+        self._file = path.resolve()
+        self._identity = identity
+        self._locks: list[FileLock] = []
+        self._connection: sqlite3.Connection | None = None
+        try:
+            with self._readable():
+                self._lock()
+                self.committed = self._checked(committed_state(self._file), boot_id)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def connection(self) -> sqlite3.Connection:
+        """The connection that writes."""
+        assert self._connection is not None, "the file is not open"
+        return self._connection
+
+    def open(self, clock: ClockAnchor) -> None:
+        """Connect to the file for writing; create its tables if it has none. Raises JournalUnusable."""
+        with self._readable():
+            self._connection = self.connect()
+            make_private(self._file)
+            self._prepare(self._connection, clock)
+
+    def connect(self, *, busy_timeout_s: float = 5.0) -> sqlite3.Connection:
+        """Connect in autocommit mode; a power failure may lose the last commits, nothing else."""
+        connection = sqlite3.connect(self._file, isolation_level=None, timeout=busy_timeout_s)
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA wal_autocheckpoint = 0")
+        # A log that begins again is cut to its new content, so that no former one follows its last frame.
+        connection.execute("PRAGMA journal_size_limit = 0")
+        return connection
 
     def reconnect(self) -> None:
         """Replace the connection, which may have stale state after a failure. Raises sqlite3.Error."""
-        connection = connect(self.path, busy_timeout_s=WRITER_BUSY_TIMEOUT_S)
+        connection = self.connect(busy_timeout_s=WRITER_BUSY_TIMEOUT_S)
         try:
             # Opens the log before the old connection closes, which would otherwise empty and delete it.
             connection.execute("SELECT count(*) FROM meta").fetchone()
@@ -131,108 +143,153 @@ class OpenDatabase:
             raise
         with suppress(sqlite3.Error):
             self.connection.close()
-        self.connection = connection
+        self._connection = connection
+
+    @contextmanager
+    def transaction(self) -> Iterator[Changes]:
+        """Commit the changes of the block with their seal. Raises sqlite3.Error; nothing is changed then."""
+        connection = self.connection
+        changes = self.rows.begin(connection)
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield changes
+            changes.seal()
+            connection.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):  # SQLite ends some failed transactions itself
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+            raise
+        self.rows.apply(changes)
 
     def close(self) -> None:
-        with suppress(sqlite3.Error):  # failed writes were already reported
-            self.connection.close()
-        self.lock.release()
+        """Close the file and release its locks. Call once."""
+        if self._connection is not None:
+            with suppress(sqlite3.Error):  # failed writes were already reported
+                self._connection.close()
+        while self._locks:  # after the connection: closing the file releases SQLite's locks of it
+            self._locks.pop().release()
 
-
-def open_database(path: Path, identity: ServedIdentity) -> OpenDatabase:
-    """Open or create the journal at `path`. Raises JournalUnusable; the file is then unchanged."""
-    try:
-        lock = FileLock(path.with_name(f"{path.name}.lock"))
-    except BlockingIOError:
-        raise JournalUnusable(f"journal {path} is in use by another coordinator") from None
-    except OSError as error:
-        raise JournalUnusable(f"journal {path} cannot be written: {error.strerror}") from error
-    try:
-        return OpenDatabase(path, _connected(path, identity), lock)
-    except BaseException:
-        lock.release()
-        raise
-
-
-def connect(path: Path, *, busy_timeout_s: float = 5.0) -> sqlite3.Connection:
-    """Connect in autocommit mode; a power failure may lose the last commits, nothing else."""
-    connection = sqlite3.connect(path, isolation_level=None, timeout=busy_timeout_s)
-    connection.execute("PRAGMA synchronous = NORMAL")
-    connection.execute("PRAGMA wal_autocheckpoint = 0")
-    return connection
-
-
-# The last one is for an error of SQLite with names of a damaged file that are not UTF-8.
-_UNREADABLE = (sqlite3.Error, OSError, UnicodeDecodeError)
-
-
-def _connected(path: Path, identity: ServedIdentity) -> sqlite3.Connection:
-    try:
-        create_private(path)
-        connection = connect(path)
-    except _UNREADABLE as error:
-        raise _unusable(path, error) from error
-    try:
-        _prepare(connection, path, identity)
-    except _UNREADABLE as error:
-        connection.close()
-        raise _unusable(path, error) from error
-    except BaseException:
-        connection.close()
-        raise
-    connection.execute(f"PRAGMA busy_timeout = {round(WRITER_BUSY_TIMEOUT_S * 1000)}")
-    return connection
-
-
-def _unusable(path: Path, error: Exception) -> JournalUnusable:
-    if isinstance(error, OSError):
-        return JournalUnusable(f"journal {path} cannot be written: {error.strerror}")
-    if isinstance(error, sqlite3.OperationalError):
-        return JournalUnusable(f"journal {path} cannot be written: {error}")
-    return damaged(path, error)
-
-
-def damaged(path: Path, what: object) -> JournalUnusable:
-    return JournalUnusable(f"journal {path} is damaged: {what}; move it away to start without it")
-
-
-def _prepare(connection: sqlite3.Connection, path: Path, identity: ServedIdentity) -> None:
-    num_tables = _number(connection, "SELECT count(*) FROM sqlite_master")
-    if num_tables:
-        _check(connection, path, identity)
-    make_private(path)
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA journal_size_limit = 16777216")
-    connection.execute("BEGIN IMMEDIATE")  # fails now, not at the first request, if the file is read-only
-    if not num_tables:
-        _create(connection, identity)
-    connection.execute("COMMIT")
-
-
-def _create(connection: sqlite3.Connection, identity: ServedIdentity) -> None:
-    for statement in _SCHEMA.split(";"):
-        connection.execute(statement)
-    rows = {"fingerprint": identity.fingerprint, "dtype": identity.dtype, "epoch": 0}
-    connection.executemany("INSERT INTO meta VALUES (?, ?)", rows.items())
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-
-def _check(connection: sqlite3.Connection, path: Path, identity: ServedIdentity) -> None:
-    if _number(connection, "PRAGMA application_id") != APPLICATION_ID:
-        raise JournalUnusable(f"{path} is another program's database, not a journal")
-    if (version := _number(connection, "PRAGMA user_version")) != SCHEMA_VERSION:
-        raise JournalUnusable(
-            f"journal {path} has version {version}, this coordinator supports version {SCHEMA_VERSION}"
+    def damaged(self, what: object) -> JournalUnusable:
+        """The error for damage, with the remedy."""
+        return JournalUnusable(
+            f"journal {self.path} is damaged: {what}; move it away with its -wal file to start without it"
         )
-    [verdict] = connection.execute("PRAGMA quick_check(1)").fetchone()
-    if verdict != "ok":
-        raise damaged(path, verdict.splitlines()[-1])
-    meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
-    written = ServedIdentity(str(meta.get("fingerprint")), str(meta.get("dtype")))
-    if written != identity:
-        raise JournalUnusable(f"journal {path} is of another model: {written}, not {identity}")
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Convert errors of the file."""
+        try:
+            yield
+        except BlockingIOError:
+            raise JournalUnusable(f"journal {self.path} is in use by another coordinator") from None
+        except OSError as error:
+            raise JournalUnusable(f"journal {self.path} cannot be written: {error.strerror}") from error
+        except sqlite3.OperationalError as error:
+            raise JournalUnusable(f"journal {self.path} cannot be written: {error}") from error
+        except (sqlite3.Error, ValueError) as error:
+            raise self.damaged(error) from error
+
+    def _lock(self) -> None:
+        """Lock the name, by which SQLite finds the log, and the inode, which links and mounts share."""
+        self._locks.append(FileLock(self._file.with_name(f"{self._file.name}.lock")))
+        wal = Path(f"{self._file}-wal")
+        if self._file.exists() or not wal.exists() or not wal.stat().st_size:
+            create_private(self._file)
+            self._locks.append(FileLock(self._file))
+
+    def _checked(self, state: CommittedState, boot_id: str) -> sqlite3.Connection | None:
+        """The state in memory, None for a new file. Raises JournalUnusable."""
+        connection = sqlite3.connect(":memory:", isolation_level=None)
+        try:
+            if state.image:
+                connection.deserialize(state.image)
+            is_new = not _number(connection, "SELECT count(*) FROM sqlite_master")
+            if not is_new:
+                self._check_kind(connection, state)
+            self._check_end_of_log(state, None if is_new else connection, boot_id)
+            if is_new:
+                connection.close()
+                return None
+            self._check_rows(connection)
+        except (sqlite3.Error, ValueError) as error:
+            connection.close()
+            raise self.damaged(error) from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _check_kind(self, connection: sqlite3.Connection, state: CommittedState) -> None:
+        if _number(connection, "PRAGMA application_id") != APPLICATION_ID:
+            raise JournalUnusable(f"{self.path} is another program's database, not a journal")
+        if (version := _number(connection, "PRAGMA user_version")) != SCHEMA_VERSION:
+            raise JournalUnusable(
+                f"journal {self.path} has version {version}, this coordinator supports version "
+                f"{SCHEMA_VERSION}: finish its requests with the release that wrote it, or move it away "
+                "to start without it"
+            )
+        if not state.has_log_mode:
+            raise self.damaged("its header denies that it has a log")
+
+    def _check_end_of_log(
+        self, state: CommittedState, connection: sqlite3.Connection | None, boot_id: str
+    ) -> None:
+        """Raises JournalUnusable for lost transactions that no crash explains."""
+        if state.damage is None:
+            return
+        if not state.may_be_power_loss or is_same_boot(_anchor(connection), boot_id):
+            raise self.damaged(state.damage)
+        log.warning("journal %s: %s: the last steps before a power failure", self.path, state.damage)
+
+    def _check_rows(self, connection: sqlite3.Connection) -> None:
+        """Raises JournalUnusable, ValueError or sqlite3.Error."""
+        verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
+        if verdict != "ok":
+            raise self.damaged(verdict.splitlines()[-1])
+        if sorted(_statements(connection)) != sorted(schema()):
+            raise self.damaged("its tables are not those of a journal")
+        self.rows.read(connection)
+        meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+        written = ServedIdentity(str(meta.get("fingerprint")), str(meta.get("dtype")))
+        if written != self._identity:
+            raise JournalUnusable(f"journal {self.path} is of another model: {written}, not {self._identity}")
+
+    def _prepare(self, connection: sqlite3.Connection, clock: ClockAnchor) -> None:
+        """Create what is missing, and empty the log, whose end may have parts of a transaction."""
+        if self.committed is None:
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.execute("PRAGMA journal_mode = WAL")
+        with self.transaction() as changes:  # fails now, not at the first request, if the file is read-only
+            if self.committed is None:
+                for statement in schema():
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                changes.put("meta", "fingerprint", self._identity.fingerprint)
+                changes.put("meta", "dtype", self._identity.dtype)
+                changes.put("meta", "epoch", 0)
+            elif (seal := _number(connection, "SELECT total FROM seal")) != self.rows.total:
+                raise ValueError(f"it has the seal {seal}, its checked copy {self.rows.total}")
+            changes.put("meta", "clock", clock.encode())
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        connection.execute(f"PRAGMA busy_timeout = {round(WRITER_BUSY_TIMEOUT_S * 1000)}")
+
+
+def _statements(connection: sqlite3.Connection) -> list[str]:
+    query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"
+    return [statement for (statement,) in connection.execute(query)]
+
+
+def _anchor(connection: sqlite3.Connection | None) -> ClockAnchor | None:
+    """The clocks in a database, None if it has none that can be read; its rows may not be checked yet."""
+    if connection is None:
+        return None
+    try:
+        [(text,)] = connection.execute("SELECT value FROM meta WHERE key = 'clock'").fetchall()
+        return ClockAnchor.decode(text)
+    except (*INVALID, sqlite3.Error):
+        return None
 
 
 def _number(connection: sqlite3.Connection, query: str) -> int:

@@ -7,14 +7,15 @@ these rows. To delete old rows, progress up to row `compacted_until` is moved in
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coordinator.journal.database import ServedIdentity, connect, damaged, open_database
+from coordinator.journal.clock import ClockAnchor, HostClocks, JournalClock
+from coordinator.journal.database import JournalFile, ServedIdentity
 from coordinator.journal.records import (
     INVALID,
     AcceptedRequest,
@@ -32,6 +33,7 @@ from coordinator.journal.records import (
     encode_tokens,
     time_in,
 )
+from coordinator.journal.tables import Changes
 from wire.ids import RequestId
 from wire.sampling import GrammarSpec
 
@@ -49,8 +51,8 @@ MOST_PAGES = 4096
 class Checkpoints:
     """Checkpoints run one at a time, on their own thread and connection, while the writer continues."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:
+        self._connect = connect
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._running: Future[int] | None = None
         self._num_pages = 0
@@ -83,23 +85,16 @@ class Checkpoints:
         self._thread.shutdown()
 
     def _probe(self) -> None:
-        with closing(connect(self._path)) as connection:
-            connection.execute("INSERT OR REPLACE INTO meta VALUES ('probe', zeroblob(?))", (PROBE_BYTES,))
-            connection.execute("DELETE FROM meta WHERE key = 'probe'")
-            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        with closing(self._connect()) as connection:
+            connection.execute("INSERT OR REPLACE INTO probe VALUES (1, zeroblob(?))", (PROBE_BYTES,))
+            connection.execute("DELETE FROM probe")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def _checkpoint(self) -> int:
         """Returns the number of pages in the log."""
-        with closing(connect(self._path)) as connection:
+        with closing(self._connect()) as connection:
             _, num_pages, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
             return int(num_pages)
-
-
-_COLUMNS = (
-    "number, id, client, message, prompt, bad_words, grammar, grammar_checksum, arrived_at, deadline_at, "
-    "traceparent, caller_traceparent, attach_digest, ended_at, error_kind, error_text, compacted, "
-    "compacted_until"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +115,10 @@ class JournalContents:
     has_served: bool
     first_row: int
     last_row: int
+    clock: ClockAnchor | None = None
+
+
+EMPTY = JournalContents(requests=[], epoch=0, has_served=False, first_row=1, last_row=0)
 
 
 def read_journal(connection: sqlite3.Connection) -> JournalContents:
@@ -135,6 +134,7 @@ def read_journal(connection: sqlite3.Connection) -> JournalContents:
         has_served=bool(meta.get("has_served", 0)),
         first_row=first_row,
         last_row=_counted(last_row),
+        clock=ClockAnchor.decode(meta["clock"]),
     )
 
 
@@ -152,13 +152,27 @@ def replay(connection: sqlite3.Connection) -> list[ReplayedRequest]:
 
 
 def _requests(connection: sqlite3.Connection) -> Iterator[ReplayedRequest]:
-    for row in connection.execute(f"SELECT {_COLUMNS} FROM requests ORDER BY number"):
-        number, *given, compacted, compacted_until = row
-        progress = RequestProgress() if compacted is None else decode_progress(compacted)
-        *accepted, ended_at, kind, text = given
-        end = None if ended_at is None else End(time_in(ended_at), _of(str, kind), _of(str, text))
-        request = JournalledRequest(accepted=_accepted(*accepted), progress=progress, end=end)
-        yield ReplayedRequest(number, _of(int, compacted_until), request)
+    deadlines = dict(connection.execute("SELECT number, deadline_at FROM deadlines"))
+    ends = {number: rest for number, *rest in connection.execute("SELECT number, at, kind, text FROM ends")}
+    query = "SELECT number, until_row, output FROM progress"
+    compacted = {number: rest for number, *rest in connection.execute(query)}
+    for number, *columns, after_row, _ in connection.execute("SELECT * FROM requests ORDER BY number"):
+        accepted = _accepted(*columns)
+        if number in deadlines:
+            accepted = replace(accepted, deadline_at=_optional_time(deadlines[number]))
+        until_row, output = compacted.get(number, (after_row, None))
+        progress = RequestProgress() if output is None else decode_progress(output)
+        end = _end(*ends[number]) if number in ends else None
+        request = JournalledRequest(accepted=accepted, progress=progress, end=end)
+        yield ReplayedRequest(number, _of(int, until_row), request)
+
+
+def _end(at: Any, kind: Any, text: Any) -> End:
+    return End(time_in(at), _of(str, kind), _of(str, text))
+
+
+def _optional_time(value: Any) -> float | None:
+    return None if value is None else time_in(value)
 
 
 def _of(kind: type[_Value], value: Any) -> _Value:
@@ -201,7 +215,7 @@ def _accepted(
         bad_words=tuple(tuple(count_in(token) for token in word) for word in words),
         grammar=spec,
         arrived_at=time_in(arrived_at),
-        deadline_at=None if deadline_at is None else time_in(deadline_at),
+        deadline_at=_optional_time(deadline_at),
         traceparent=_of(str, traceparent),
         caller_traceparent=_of(str, caller_traceparent),
         attach_digest=_of(bytes, attach_digest),
@@ -230,15 +244,18 @@ class _Known:
 class Journal:
     """The only writer. `epoch` is the highest of former coordinators, 0 for none."""
 
-    def __init__(self, path: Path, identity: ServedIdentity) -> None:
-        """Open or create the journal at `path`. Raises JournalUnusable."""
+    def __init__(self, path: Path, identity: ServedIdentity, host: HostClocks | None = None) -> None:
+        """Open or create the journal at `path`. Raises JournalUnusable; the file is then unchanged."""
         self.path = path
-        self._database = open_database(path, identity)
+        host = host or HostClocks()
+        self._file = JournalFile(path, identity, host.boot_id())
         try:
-            left = read_journal(self._database.connection)
-        except (*INVALID, sqlite3.Error) as error:
-            self._database.close()
-            raise damaged(path, repr(error)) from error
+            left = self._read()
+            self.clock = JournalClock(host, left.clock)
+            self._file.open(self.clock.anchor)
+        except BaseException:
+            self._file.close()
+            raise
         self.epoch = left.epoch
         self.has_served = left.has_served
         self._requests = [replayed.request for replayed in left.requests]
@@ -246,8 +263,9 @@ class Journal:
             replayed.request.accepted.request_id: _Known(replayed.number, replayed.compacted_until)
             for replayed in left.requests
         }
+        self._last_number = max((replayed.number for replayed in left.requests), default=0)
         self._first_row, self._last_row = left.first_row, left.last_row
-        self._checkpoints = Checkpoints(path)
+        self._checkpoints = Checkpoints(self._file.connect)
 
     def has(self, request_id: RequestId) -> bool:
         return request_id in self._known
@@ -265,73 +283,67 @@ class Journal:
     def accept(self, accepted: AcceptedRequest) -> None:
         """Record a new request, replacing a former one with its id. Raises JournalFailed, like all writes."""
         grammar = accepted.grammar
-        row = (
-            *(accepted.request_id, accepted.client, accepted.message, encode_tokens(accepted.prompt)),
-            json.dumps(accepted.bad_words),
-            grammar and grammar.definition,
-            grammar and str(grammar.tokenizer_checksum),
-            *(accepted.arrived_at, accepted.deadline_at),
-            *(accepted.traceparent, accepted.caller_traceparent, accepted.attach_digest, self._last_row),
-        )
-        with self._writing(4 * len(accepted.prompt) + len(accepted.message)):
-            cursor = self._connection.execute(_INSERT_REQUEST, row)
-        assert cursor.lastrowid is not None
+        number = self._last_number + 1
+        with self._writing(4 * len(accepted.prompt) + len(accepted.message)) as changes:
+            self._delete(changes, [accepted.request_id])
+            changes.put(
+                "requests",
+                number,
+                accepted.request_id,
+                accepted.client,
+                accepted.message,
+                encode_tokens(accepted.prompt),
+                json.dumps(accepted.bad_words),
+                grammar and grammar.definition,
+                grammar and str(grammar.tokenizer_checksum),
+                float(accepted.arrived_at),
+                _optional_time(accepted.deadline_at),
+                accepted.traceparent,
+                accepted.caller_traceparent,
+                accepted.attach_digest,
+                self._last_row,
+            )
+        self._last_number = number
         self._known.pop(accepted.request_id, None)  # so that the new request is the last one
-        self._known[accepted.request_id] = _Known(cursor.lastrowid, self._last_row)
+        self._known[accepted.request_id] = _Known(number, self._last_row)
 
     def add_step(self, entries: Sequence[Entry], *, at: float) -> None:
         """Record the entries of one step."""
         numbered = [(self._known[entry.request_id].number, entry) for entry in entries]
         text = encode_step(numbered)
-        with self._writing(len(text)):
-            # A failed write may have reached the file, so a repeated one replaces it.
-            self._connection.execute(
-                "INSERT OR REPLACE INTO log VALUES (?, ?, ?)", (self._last_row + 1, at, text)
-            )
+        with self._writing(len(text)) as changes:
+            changes.put("log", self._last_row + 1, float(at), text)
         self._last_row += 1
 
     def set_deadline(self, request_id: RequestId, deadline_at: float | None) -> None:
         """Change the deadline, after another call attached."""
-        with self._writing():
-            self._connection.execute(
-                "UPDATE requests SET deadline_at = ? WHERE number = ?",
-                (deadline_at, self._known[request_id].number),
-            )
+        with self._writing() as changes:
+            changes.put("deadlines", self._known[request_id].number, _optional_time(deadline_at))
 
     def end(self, request_id: RequestId, end: End) -> None:
         """Record the error that ended a request; finishing is recorded by its steps."""
-        with self._writing():
-            self._connection.execute(
-                "UPDATE requests SET ended_at = ?, error_kind = ?, error_text = ? WHERE number = ?",
-                (end.at, end.kind, end.text, self._known[request_id].number),
-            )
+        with self._writing() as changes:
+            changes.put("ends", self._known[request_id].number, float(end.at), end.kind, end.text)
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
         """Delete requests; unknown ids are ignored."""
-        known = {
-            request_id: self._known[request_id].number
-            for request_id in request_ids
-            if request_id in self._known
-        }
+        known = [request_id for request_id in request_ids if request_id in self._known]
         if not known:
             return
-        with self._writing():
-            self._connection.execute(
-                "DELETE FROM requests WHERE number IN (SELECT value FROM json_each(?))",
-                (json.dumps(list(known.values())),),
-            )
+        with self._writing() as changes:
+            self._delete(changes, known)
         for request_id in known:
             del self._known[request_id]
 
     def set_epoch(self, epoch: int) -> None:
-        with self._writing():
-            self._connection.execute("UPDATE meta SET value = ? WHERE key = 'epoch'", (epoch,))
+        with self._writing() as changes:
+            changes.put("meta", "epoch", epoch)
 
     def set_served(self) -> None:
         """Record that the cluster has served."""
         if not self.has_served:
-            with self._writing():
-                self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('has_served', 1)")
+            with self._writing() as changes:
+                changes.put("meta", "has_served", 1)
             self.has_served = True
 
     def due_to_compact(self) -> list[RequestId]:
@@ -344,13 +356,10 @@ class Journal:
     def compact(self, progress: Sequence[tuple[RequestId, RequestProgress]]) -> None:
         """Move the progress of these requests into their own rows."""
         known = [(self._known[request_id], each) for request_id, each in progress]
-        rows = [(encode_progress(each), self._last_row, of.number) for of, each in known]
-        with self._writing(sum(len(text) for text, _, _ in rows)):
-            self._connection.execute("BEGIN")
-            self._connection.executemany(
-                "UPDATE requests SET compacted = ?, compacted_until = ? WHERE number = ?", rows
-            )
-            self._connection.execute("COMMIT")
+        rows = [(of.number, encode_progress(each)) for of, each in known]
+        with self._writing(sum(len(output) for _, output in rows)) as changes:
+            for number, output in rows:
+                changes.put("progress", number, self._last_row, output)
         for entry, _ in known:
             entry.compacted_until = self._last_row
 
@@ -359,11 +368,16 @@ class Journal:
         compacted = (known.compacted_until for known in self._known.values())
         until = min(min(compacted, default=self._last_row), self._first_row + 4 * MOST_AT_ONCE)
         if until >= self._first_row:
-            with self._writing():
-                self._connection.execute("DELETE FROM log WHERE number <= ?", (until,))
-                self._connection.execute("PRAGMA incremental_vacuum(256)").fetchall()
+            with self._writing() as changes:
+                changes.delete("log", range(self._first_row, until + 1))
             self._first_row = until + 1
-        with self._writing():
+            with self._failures():
+                self._connection.execute("PRAGMA incremental_vacuum(256)").fetchall()
+        if (anchor := self.clock.moved_anchor()) is not None:
+            with self._writing() as changes:
+                changes.put("meta", "clock", anchor.encode())
+            self.clock.anchor = anchor
+        with self._failures():
             self._checkpoints.run_if_due(self._connection)
 
     def probe(self) -> Future[None]:
@@ -372,13 +386,13 @@ class Journal:
 
     def reconnect(self) -> None:
         """Resume writing after a successful probe."""
-        with self._writing():
-            self._database.reconnect()
+        with self._failures():
+            self._file.reconnect()
 
     def close(self) -> None:
-        """Close the file and release its lock. Call once."""
+        """Close the file and release its locks. Call once."""
         self._checkpoints.close()
-        self._database.close()
+        self._file.close()
 
     def failed(self, error: BaseException) -> JournalFailed:
         """Convert an SQLite error."""
@@ -386,28 +400,34 @@ class Journal:
 
     @property
     def _connection(self) -> sqlite3.Connection:
-        return self._database.connection
+        return self._file.connection
 
-    def _roll_back(self) -> None:
-        """Roll back if needed: SQLite ends some failed transactions itself, and leaves others open."""
-        with suppress(sqlite3.Error):
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
+    def _read(self) -> JournalContents:
+        """Contents of the checked copy. Raises JournalUnusable."""
+        committed = self._file.committed
+        if committed is None:
+            return EMPTY
+        try:
+            with closing(committed):
+                return read_journal(committed)
+        except (*INVALID, sqlite3.Error) as error:
+            raise self._file.damaged(repr(error)) from error
+
+    def _delete(self, changes: Changes, request_ids: Iterable[RequestId]) -> None:
+        numbers = [self._known[each].number for each in request_ids if each in self._known]
+        for table in ("requests", "deadlines", "ends", "progress"):
+            changes.delete(table, numbers)
 
     @contextmanager
-    def _writing(self, size_bytes: int = 0) -> Iterator[None]:
+    def _writing(self, size_bytes: int = 0) -> Iterator[Changes]:
+        """A transaction of `size_bytes` of values."""
+        with self._failures(), self._file.transaction() as changes:
+            yield changes
+        self._checkpoints.note_write(size_bytes)
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
-            self._roll_back()
             raise self.failed(error) from error
-        self._checkpoints.note_write(size_bytes)
-
-
-_INSERT_REQUEST = """
-INSERT OR REPLACE INTO requests (
-    id, client, message, prompt, bad_words, grammar, grammar_checksum, arrived_at,
-    deadline_at, traceparent, caller_traceparent, attach_digest, compacted_until
-)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-"""

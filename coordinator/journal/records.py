@@ -1,6 +1,6 @@
 """Journal records and their JSON form. Pure.
 
-Times that end in `_at` are wall clock seconds, since other clocks do not outlive a process.
+Times that end in `_at` are seconds of the journal's own clock (`JournalClock`).
 
 A step's entry is `[request, choice, token]` with the request's number in the journal, and an optional
 fourth element with rare fields. Log-probabilities are packed, which is four times as fast: token, rank and

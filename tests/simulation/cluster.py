@@ -23,8 +23,9 @@ import wire.link_probe
 from checkpoint import DType
 from coordinator import mock_model
 from coordinator.config import CoordinatorConfig
-from coordinator.engine.durability import Durability
 from coordinator.engine.engine import Engine
+from coordinator.journal.clock import HostClocks
+from coordinator.journal.journal import Journal
 from coordinator.model import ServedModel
 from coordinator.observability.metrics import LoopLag
 from coordinator.planner.plan import Plan, WorkerCapacity
@@ -306,6 +307,7 @@ def simulated(cluster_random: Random) -> Iterator[None]:
     async def report_health(worker: Worker, status: object) -> None:
         pass
 
+    clocks = HostClocks(boot_id=lambda: "simulation", uptime_s=now_s, wall_s=now_s)
     patches: list[tuple[Any, str, Any]] = []
     for module in (coordinator.server, stage_worker.server):
         patches += [(module, "new_server", Server), (module, "open_transport", lambda *_: SimTransport())]
@@ -321,7 +323,7 @@ def simulated(cluster_random: Random) -> Iterator[None]:
         (coordinator.cluster.controller, "KvCacheManager", partial(KvCacheManager, grid_tokens=GRID_TOKENS)),
         (StatePool, "apply", observed_apply),
         (coordinator.server, "Engine", partial(Engine, clock=now_s)),
-        (coordinator.server, "Durability", partial(Durability, wall_clock=now_s)),
+        (coordinator.server, "Journal", partial(Journal, host=clocks)),
         (gateway.upstream.link, "fetch_tokenizer", no_tokenizer),
         (stage_worker.server, "resident_bytes", lambda: 1),
         (Worker, "_report_health", report_health),

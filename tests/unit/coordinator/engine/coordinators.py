@@ -12,7 +12,7 @@ from coordinator.journal.journal import Journal
 from coordinator.recovery.policy import DEFAULT_POLICY
 from tests.unit.coordinator.engine.engine_model import Call, EngineModel
 from tests.unit.coordinator.engine.request_cases import RequestCase
-from tests.unit.coordinator.journal.journals import IDENTITY, accepted_request, crashed
+from tests.unit.coordinator.journal.journals import IDENTITY, accepted_request, crashed, host_clocks
 from wire.ids import RequestId
 
 GRACE_S = 60.0
@@ -71,10 +71,8 @@ class Coordinators:
             time.sleep(0.001)
 
     def _begin(self) -> None:
-        self.journal = Journal(self._path, IDENTITY)
-        self.durability = Durability(
-            self.journal, GRACE_S, policy=DEFAULT_POLICY, wall_clock=lambda: self.now_s
-        )
+        self.journal = Journal(self._path, IDENTITY, host_clocks(lambda: self.now_s))
+        self.durability = Durability(self.journal, GRACE_S, policy=DEFAULT_POLICY)
         self.model = EngineModel(num_blocks=64, num_stages=2, durability=self.durability)
         self.model.now_s = self.now_s
         for arrival, left in enumerate(self.journal.take_requests()):

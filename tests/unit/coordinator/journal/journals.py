@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
+from coordinator.journal.clock import HostClocks
 from coordinator.journal.database import ServedIdentity
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import AcceptedRequest, End, Entry, JournalledRequest, RequestProgress
@@ -20,6 +21,11 @@ from wire.sampling import GrammarSpec
 from wire.steps import TokenLogprobs
 
 IDENTITY = ServedIdentity("f" * 32, "f32")
+
+
+def host_clocks(now_s: Callable[[], float], *, boot_id: str = "a boot") -> HostClocks:
+    """Clocks that agree."""
+    return HostClocks(boot_id=lambda: boot_id, uptime_s=now_s, wall_s=now_s)
 
 
 @contextmanager

@@ -165,7 +165,8 @@ def test_a_journal_of_another_version_is_rejected_and_unchanged(tmp_path: Path, 
     before = path.read_bytes()
     with pytest.raises(
         JournalUnusable,
-        match=f"has version {version}, this coordinator supports version {SCHEMA_VERSION}$",
+        match=f"has version {version}, this coordinator supports version {SCHEMA_VERSION}: "
+        "finish its requests with the release that wrote it, or move it away to start without it$",
     ):
         Journal(path, IDENTITY)
     assert path.read_bytes() == before
@@ -196,7 +197,9 @@ def test_a_damaged_file_is_rejected_by_its_name(tmp_path: Path, damage: str) -> 
         path.write_bytes(data)
     if damage == "entries that are no JSON":
         change(path, "UPDATE log SET entries = '[['")
-    with pytest.raises(JournalUnusable, match=r"j\.db is damaged: .*; move it away to start without it$"):
+    with pytest.raises(
+        JournalUnusable, match=r"j\.db is damaged: .*; move it away with its -wal file to start without it$"
+    ):
         Journal(path, IDENTITY)
 
 

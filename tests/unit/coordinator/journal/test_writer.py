@@ -225,7 +225,7 @@ def test_another_program_that_locks_the_file_does_not_hold_up_the_event_loop(tmp
 def test_the_next_coordinator_ignores_entries_of_probes(tmp_path: Path) -> None:
     path = tmp_path / "j.db"
     with opened(path) as journal:
-        journal._connection.execute("INSERT INTO meta VALUES ('probe', zeroblob(10))")
+        journal._connection.execute("INSERT INTO probe VALUES (1, zeroblob(10))")
     journal = Journal(path, IDENTITY)
     assert journal.epoch == 0
     journal.probe().result()
