@@ -27,7 +27,7 @@ from coordinator.api.cluster_service import ClusterService
 from coordinator.api.health import CoordinatorHealth, condition_of
 from coordinator.api.inference_service import InferenceService
 from coordinator.api.intake import Intake
-from coordinator.api.message_limits import MessageLimits
+from coordinator.api.message_limits import GENERATE, MessageLimits
 from coordinator.api.request_handler import RequestHandler
 from coordinator.api.serve_service import ServeStreams
 from coordinator.api.status import StatusReporter
@@ -144,9 +144,15 @@ class CoordinatorServer:
         self._server = new_server(
             authorization=authorization(self._transport, config.transport.deny_list, self._denied),
             interceptors=(MessageLimits(),),
+            on_refusal=self._count_refusal,
         )
         self._add_services(status, activity)
         self.address = config.listen
+
+    def _count_refusal(self, method: str, error: Exception) -> None:
+        """Count a request that the server refused before its servicer."""
+        if method == GENERATE:
+            self.metrics.requests.count_refusal(error)
 
     def _open_telemetry(self, instance: str) -> None:
         config = self._config

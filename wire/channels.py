@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from wire.errors import HandshakeMismatch
-from wire.interceptors import ErrorInterceptor
+from wire.interceptors import ErrorInterceptor, OnRefusal
 from wire.peer_limits import PeerLimits
 
 log = logging.getLogger(__name__)
@@ -112,6 +112,9 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # Close connections that have not agreed on TLS and HTTP/2 by then.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+    # Otherwise gRPC also counts calls that have ended for the client, but not yet in this process, and
+    # refuses calls of a client that keeps the limit: UNAVAILABLE, without a reason, and uncounted.
+    ("grpc.http.overload_protection", 0),
     # Bytes of a call's metadata, 32 more for each entry; above it gRPC refuses with RESOURCE_EXHAUSTED.
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),
@@ -130,10 +133,12 @@ def new_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     limits: PeerLimits | None = None,
     stream_window_bytes: int = STREAM_WINDOW_BYTES,
+    on_refusal: OnRefusal | None = None,
 ) -> grpc.aio.Server:
     """Return a server that maps `ServingError` to statuses; the caller adds services, binds and starts it.
 
-    `authorization` and `limits` (default: `PeerLimits`) see a call before its message is read.
+    `authorization` and `limits` (default: `PeerLimits`) see a call before its message is read; `on_refusal`
+    is called with the method and error of each call that its limits or its message end before a servicer.
     """
     options = (
         *SERVER_OPTIONS,
@@ -141,7 +146,8 @@ def new_server(
         ("grpc.http2.lookahead_bytes", stream_window_bytes),
     )
     _quiet_grpc()
-    interceptors = (*authorization, ErrorInterceptor(limits or PeerLimits()), *interceptors)
+    errors = ErrorInterceptor(limits or PeerLimits(), on_refusal)
+    interceptors = (*authorization, errors, *interceptors)
     return grpc.aio.server(interceptors=interceptors, options=options)
 
 

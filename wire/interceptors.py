@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyPb2Any
@@ -122,6 +122,9 @@ _SHOWN_METHOD = 100
 """Maximum characters of a method name repeated in an error."""
 
 
+OnRefusal: TypeAlias = Callable[[str, ServingError], None]
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Maps ServingError to status codes; other exceptions are logged and sent as INTERNAL.
 
@@ -130,8 +133,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     method with a single request is served as one with a stream of requests, which has to have one.
     """
 
-    def __init__(self, limits: PeerLimits | None = None) -> None:
+    def __init__(self, limits: PeerLimits | None = None, on_refusal: OnRefusal | None = None) -> None:
         self._limits = limits or PeerLimits()
+        self._on_refusal = on_refusal
 
     async def intercept_service(
         self,
@@ -159,10 +163,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     async def _enter(self, requests: Any, context: Context, name: str, *, is_single: bool) -> Any:
         """Count the call, and read its request if that is a single message; return what the servicer gets."""
-        self._limits.enter(context, name, is_stream=not is_single)
-        if not is_single:
-            return requests
-        return await self._limits.read_message(context, _raise_rejection)
+        try:
+            self._limits.enter(context, name, is_stream=not is_single)
+            return await self._limits.read_message(context, _raise_rejection) if is_single else requests
+        except ServingError as error:
+            if self._on_refusal is not None:
+                self._on_refusal(name, error)
+            raise
 
     def _guard_unary(
         self, behaviour: Callable[[Any, Context], Awaitable[Any]], name: str, *, is_single: bool = False

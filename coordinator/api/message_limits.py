@@ -41,8 +41,9 @@ _FILES: tuple[FileDescriptor, ...] = (
     telemetry_pb2.DESCRIPTOR,
     health_pb2.DESCRIPTOR,
 )
+GENERATE = "/stageline.v1.Inference/Generate"
 _RAW_METHODS = (
-    "/stageline.v1.Inference/Generate",
+    GENERATE,
     "/stageline.v1.Inference/Serve",
     "/stageline.v1.Inference/Tokenize",
     "/stageline.v1.Inference/Detokenize",

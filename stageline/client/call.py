@@ -11,7 +11,15 @@ import grpc
 import grpc.aio
 
 from stageline.client.connection import CLOSED, Connection, is_connection_loss, is_journalled, typed_errors
-from stageline.client.errors import Cancelled, DeadlineExceeded, ServerError, Unavailable, from_rpc_error
+from stageline.client.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    ServerError,
+    StagelineError,
+    Unavailable,
+    from_rpc_error,
+    is_refused_stream,
+)
 from stageline.client.output import GenerateOutput, output_from
 from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, kv_events_pb2
 from wire.channels import ATTACH_SECRET_KEY
@@ -72,6 +80,7 @@ class ResumePolicy:
 
     | failed call | error | next call |
     |---|---|---|
+    | any | refused before it was read: it never arrived | the same |
     | any | connection lost | Attach |
     | Attach, after a loss | NOT_FOUND, without any output yet: it never arrived | Generate, same id |
     | Generate, after a loss | ALREADY_EXISTS: it did arrive | Attach |
@@ -264,6 +273,7 @@ class GenerateCall:
         self._timeouts = timeouts
         self._resume_policy = ResumePolicy(can_generate=spec.request is not None)
         self._loss = ""
+        self._refusal: StagelineError | None = None
         self._reattaches = spec.reattaches
 
     async def outputs(self) -> AsyncGenerator[GenerateOutput, None]:
@@ -314,6 +324,9 @@ class GenerateCall:
     def _check_worth_another_call(self, error: grpc.aio.AioRpcError) -> None:
         """Raises the error that ends the generation, unless another call may continue."""
         typed = from_rpc_error(error)
+        self._refusal = typed if is_refused_stream(error) else None
+        if self._refusal is not None:
+            return
         if not self._reattaches:
             raise typed from None
         is_loss = is_connection_loss(error)
@@ -327,13 +340,16 @@ class GenerateCall:
 
     async def _reconnected(self) -> grpc.aio.Channel:
         self._cursor.interrupt()
-        return await _reconnect(
-            self._connection,
-            self._retry_policy,
-            loss=self._loss,
-            given_up=f"request {self._spec.request_id} could not be attached to for "
-            f"{self._timeouts.reattach_timeout_s:g} s",
-        )
+        try:
+            return await _reconnect(
+                self._connection,
+                self._retry_policy,
+                loss=self._loss,
+                given_up=f"request {self._spec.request_id} could not be attached to for "
+                f"{self._timeouts.reattach_timeout_s:g} s",
+            )
+        except Unavailable as unavailable:
+            raise self._refusal or unavailable from None
 
 
 async def _reconnect(

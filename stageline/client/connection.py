@@ -60,7 +60,7 @@ class Connection:
     def __init__(self, address: str, transport: Transport = PLAIN) -> None:
         self.address, self._transport = str(parse_peer_address(address)), transport
         self._channel: RenewedChannel | None = None
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._readiness: _Readiness | None = None
 
     def open(self) -> None:
         """Create the channel; it connects at first use."""
@@ -69,8 +69,8 @@ class Connection:
     async def close(self) -> None:
         """End every call, and every wait for the coordinator."""
         channel, self._channel = self._channel, None
-        for wait in self._waiting:  # gRPC would continue to wait
-            wait.cancel()
+        if self._readiness is not None:  # gRPC would continue to wait
+            self._readiness.cancel()
         if channel is not None:
             await channel.close()
 
@@ -83,17 +83,48 @@ class Connection:
         if self._channel is None:
             raise RuntimeError("the client is not open: use it as `async with Client(address) as client:`")
         channel = self._channel.current()
-        wait = asyncio.ensure_future(channel.channel_ready())
-        self._waiting.add(wait)
-        try:
-            with typed_errors():
-                async with asyncio.timeout(timeout_s):
-                    await wait
-        except TimeoutError:
-            raise Unavailable(f"no coordinator at {self.address} within {timeout_s:g} s") from None
-        finally:
-            self._waiting.discard(wait)
+        if self._readiness is None or self._readiness.channel is not channel:
+            self._readiness = _Readiness(channel)
+        with typed_errors():
+            if not await self._readiness.wait(timeout_s):
+                raise Unavailable(f"no coordinator at {self.address} within {timeout_s:g} s")
         return channel
+
+
+class _Readiness:
+    """Waits of any number of calls for one channel, which is watched once for all of them."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self._watch: asyncio.Future[None] | None = None
+        self._num_waiting = 0
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether the channel is connected. Raises CancelledError after `cancel`."""
+        if self._is_connected:
+            return True
+        if self._watch is None:
+            self._watch = asyncio.ensure_future(self.channel.channel_ready())
+        watch = self._watch
+        self._num_waiting += 1
+        try:
+            await asyncio.wait([watch], timeout=timeout_s)
+            # The timeout may pass while the event loop is busy and the connection is made in the background.
+            return (watch.done() and watch.result() is None) or self._is_connected
+        finally:
+            self._num_waiting -= 1
+            if self._num_waiting == 0:
+                self.cancel()
+
+    def cancel(self) -> None:
+        """End all waits."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+
+    @property
+    def _is_connected(self) -> bool:
+        return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
 
 
 @contextmanager

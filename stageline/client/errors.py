@@ -185,8 +185,22 @@ _KINDS: dict[str, type[StagelineError]] = {
 _KINDS["UNAUTHENTICATED"] = PermissionDenied
 
 
+_REFUSED_STREAM = "RST_STREAM with error code 7"
+"""In gRPC's text for REFUSED_STREAM (RFC 9113, section 8.7): the call has not been processed at all."""
+REFUSED_RETRY_S = 1.0
+
+
+def is_refused_stream(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a server or proxy refused the call before it read it, for too many open calls."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and _REFUSED_STREAM in (error.details() or "")
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError) -> StagelineError:
     """Convert a gRPC error, with the server's text."""
+    if is_refused_stream(error):
+        refused = Overloaded("the connection has too many open calls: send fewer at once, or try again")
+        refused.retry_after_s = REFUSED_RETRY_S
+        return refused
     code = error.code().name
     details = StatusDetails.of(error)
     kind = Superseded if details.reason == SUPERSEDED else _KINDS.get(code, ServerError)

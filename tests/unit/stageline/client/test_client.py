@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from stageline.client.errors import from_rpc_error
 from tests.fake_inference import REQUEST_ID, FakeInference, Fault
 from tests.fake_stageline import serve
 from wire.ids import parse_request_id
+from wire.transport import PLAIN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,6 +364,42 @@ async def test_a_late_coordinator_is_waited_for(unused_address: str) -> None:
         server, _, _ = await serve(unused_address, num_stages=1)
         assert (await asking).name == "fake-stories"
     await server.stop(0)
+
+
+async def test_a_connection_made_while_the_event_loop_was_busy_is_in_time(served: Served) -> None:
+    async with Client(served.client._connection.address, connect_timeout_s=0.2) as client:
+        asking = asyncio.create_task(client.model())
+        await asyncio.sleep(0)
+        time.sleep(1.0)  # noqa: ASYNC251  # gRPC connects meanwhile, on its own threads
+        assert (await asking).name == "fake-stories"
+
+
+async def test_many_first_calls_watch_the_connection_once(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_watches = 0
+    channel_type = type(PLAIN.channel("127.0.0.1:1"))
+    real = channel_type.channel_ready
+
+    async def counted(channel: grpc.aio.Channel) -> None:
+        nonlocal num_watches
+        num_watches += 1
+        await real(channel)
+
+    monkeypatch.setattr(channel_type, "channel_ready", counted)
+    async with Client(served.client._connection.address) as client:
+        await asyncio.gather(*(client.model() for _ in range(50)))
+    assert num_watches == 1
+
+
+def test_a_call_that_was_refused_unread_is_an_overload_with_a_retry_hint() -> None:
+    text = "Stream removed (RST_STREAM (Received RST_STREAM with error code 7))"
+    refused = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details=text
+    )
+    typed = from_rpc_error(refused)
+    assert isinstance(typed, stageline.Overloaded)
+    assert (typed.reason, typed.retry_after_s) == ("OVERLOADED", 1.0)
 
 
 async def test_a_closed_client_raises_a_clear_error() -> None:
