@@ -90,7 +90,8 @@ _SHARED_OPTIONS: tuple[tuple[str, int], ...] = (
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *_SHARED_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Also the least time for an attempt to connect, which a busy peer may need.
+    ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 500),
     # One connection per channel, so that a stalled hop cannot stall another one.
     ("grpc.use_local_subchannel_pool", 1),
