@@ -7,10 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from limits import RateLimitItemPerMinute
-from limits.storage import MemoryStorage
-from limits.strategies import FixedWindowRateLimiter
-
 from gateway.upstream.contract import NO_OWNER, RequestOwner
 from web.api_keys import PRIORITIES, VIEWER, ApiKey, KeyRefused, KeysFile
 
@@ -99,12 +95,48 @@ class Visitor:
 ANYONE = Visitor()
 
 
+@dataclass(slots=True)
+class _Window:
+    ends_s: float
+    used: int = 0
+
+
+class MinuteWindows:
+    """Amounts that keys have used, each in a minute that begins with its first use."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` must not jump: a key would have no limit, or wait for longer than a minute."""
+        self._clock = clock
+        self._windows: dict[tuple[str, str], _Window] = {}
+
+    def add(self, kind: str, key_id: str, amount: int) -> int:
+        """Add to a key's current minute; return what it has used."""
+        window = self._current(kind, key_id)
+        window.used += amount
+        return window.used
+
+    def used(self, kind: str, key_id: str) -> int:
+        return self._current(kind, key_id).used
+
+    def left_s(self, kind: str, key_id: str) -> float:
+        """Rest of the key's current minute."""
+        return self._current(kind, key_id).ends_s - self._clock()
+
+    def _current(self, kind: str, key_id: str) -> _Window:
+        now_s, window = self._clock(), self._windows.get((kind, key_id))
+        if window is None or window.ends_s <= now_s:
+            window = self._windows[kind, key_id] = _Window(now_s + 60.0)
+        return window
+
+
 class Doorkeeper:
     """Admits requests with a key of a file."""
 
-    def __init__(self, keys: KeysFile, count: CountTokens) -> None:
+    def __init__(
+        self, keys: KeysFile, count: CountTokens, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._keys, self._count = keys, count
-        self._rates = FixedWindowRateLimiter(MemoryStorage())
+        self._rates = MinuteWindows(clock)
 
     def admit(self, text: str) -> Visitor:
         """Admit the holder of a key. Raises NoKey and TooMany."""
@@ -119,28 +151,24 @@ class Doorkeeper:
     def _take_request(self, key: ApiKey) -> None:
         if (limit := key.requests_per_minute) is None:
             return
-        item = RateLimitItemPerMinute(limit)
-        if not self._rates.hit(item, REQUESTS, key.id):
-            raise self._too_many(key, item, REQUESTS)
+        if self._rates.add(REQUESTS, key.id, 1) > limit:
+            raise self._too_many(key, limit, REQUESTS)
 
     def _check_tokens(self, key: ApiKey) -> None:
         """A request's tokens are known as they are generated: it begins while any are left."""
         if (limit := key.tokens_per_minute) is None:
             return
-        item = RateLimitItemPerMinute(limit)
-        if self._rates.get_window_stats(item, TOKENS, key.id).remaining <= 0:
-            raise self._too_many(key, item, TOKENS)
+        if self._rates.used(TOKENS, key.id) >= limit:
+            raise self._too_many(key, limit, TOKENS)
 
-    def _too_many(self, key: ApiKey, item: RateLimitItemPerMinute, what: str) -> TooMany:
-        window = self._rates.get_window_stats(item, what, key.id)
-        retry_after_s = max(1, math.ceil(window.reset_time - time.time()))
+    def _too_many(self, key: ApiKey, limit: int, what: str) -> TooMany:
+        retry_after_s = max(1, math.ceil(self._rates.left_s(what, key.id)))
         return TooMany(
-            f"this API key may use {item.amount} {what} per minute; retry in {retry_after_s} s",
+            f"this API key may use {limit} {what} per minute; retry in {retry_after_s} s",
             retry_after_s=retry_after_s,
         )
 
     def _spend(self, key: ApiKey, kind: str, num_tokens: int) -> None:
         self._count(key.id, kind, num_tokens)
         if key.tokens_per_minute is not None and num_tokens:
-            item = RateLimitItemPerMinute(key.tokens_per_minute)
-            self._rates.hit(item, TOKENS, key.id, cost=num_tokens)
+            self._rates.add(TOKENS, key.id, num_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -65,6 +66,20 @@ def test_requests_per_minute(path: Path) -> None:
         keeper.admit(text)
     assert 0 < refused.value.retry_after_s <= 60
     keeper.admit(other)
+
+
+def test_limits_per_minute_follow_no_clock_that_is_set(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, _ = made(path, requests_per_minute=1)
+    now_s = 100.0
+    keeper = Doorkeeper(KeysFile(path, clock=NOW.timestamp), Counted().add, clock=lambda: now_s)
+    keeper.admit(text)
+    for wall_s in (time.time() + 3600, time.time() - 3600):
+        monkeypatch.setattr(time, "time", lambda wall_s=wall_s: wall_s)
+        with pytest.raises(TooMany) as refused:
+            keeper.admit(text)
+        assert refused.value.retry_after_s == 60
+    now_s = 160.0
+    keeper.admit(text)
 
 
 def test_tokens_per_minute_are_counted_as_they_are_used(path: Path) -> None:
