@@ -19,11 +19,11 @@ from grpc_health.v1 import health_pb2
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from certificates.identity import Role
+from certificates.identity import DEFAULT_CLUSTER, Role
 from checkpoint import CheckpointError
 from coordinator.api.activity import ActivityReporter
 from coordinator.api.call_context import CallContexts, Operators, SecretCheck, TokenFile
-from coordinator.api.cluster_service import ClusterService
+from coordinator.api.cluster_service import ClusterService, KvOrigin
 from coordinator.api.health import CoordinatorHealth, condition_of
 from coordinator.api.inference_service import InferenceService
 from coordinator.api.intake import Intake
@@ -123,7 +123,8 @@ class CoordinatorServer:
         self._token = config.token if self._token_file is None else self._token_file.token
         self.journal = None if config.journal is None else open_journal(config.journal, model)
         incarnation = new_incarnation()
-        self._open_telemetry(str(UUID(bytes=incarnation)))
+        self._instance = str(UUID(bytes=incarnation))
+        self._open_telemetry(self._instance)
         self._traces = RequestTraces(
             self.recorder,
             config.sampler,
@@ -148,6 +149,14 @@ class CoordinatorServer:
         )
         self._add_services(status, activity)
         self.address = config.listen
+
+    def _kv_origin(self) -> KvOrigin:
+        identity = self._transport.identity
+        return KvOrigin(
+            cluster=DEFAULT_CLUSTER if identity is None else identity.cluster,
+            incarnation=self._instance,
+            fingerprint=self._model.fingerprint,
+        )
 
     def _count_refusal(self, method: str, error: Exception) -> None:
         """Count a request that the server refused before its servicer."""
@@ -279,7 +288,9 @@ class CoordinatorServer:
             self._server,
         )
         cluster_pb2_grpc.add_ClusterServicer_to_server(
-            ClusterService(self.controller, status, self.engine.kv_events, operators, self._audit),
+            ClusterService(
+                self.controller, status, self.engine.kv_events, self._kv_origin(), operators, self._audit
+            ),
             self._server,
         )
         self._add_worker_services()

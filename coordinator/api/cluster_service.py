@@ -3,6 +3,7 @@
 import sys
 from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -29,8 +30,17 @@ TOKENS_PER_MESSAGE = 65_536
 """Token ids per snapshot message, at most 5 bytes each; a single block may have more."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvOrigin:
+    """Source of KV events: name of the cluster, UUID of the coordinator's process, model fingerprint."""
+
+    cluster: str
+    incarnation: str
+    fingerprint: str
+
+
 def encode_snapshot(
-    snapshot: KvSnapshot, *, with_token_ids: bool = False
+    snapshot: KvSnapshot, origin: KvOrigin, *, with_token_ids: bool = False
 ) -> Iterator[kv_events_pb2.WatchKvEventsResponse]:
     """Yield at least one message; the last one has `is_last`."""
     size = BLOCKS_PER_MESSAGE
@@ -46,13 +56,18 @@ def encode_snapshot(
                 blocks=[_block(block, with_token_ids=with_token_ids) for block in blocks],
                 is_last=index == num_messages - 1,
                 next_event_id=snapshot.next_event_id,
+                cluster=origin.cluster,
+                incarnation=origin.incarnation,
+                fingerprint=origin.fingerprint,
             )
         )
 
 
-def encode_change(change: KvChange, *, with_token_ids: bool = False) -> kv_events_pb2.WatchKvEventsResponse:
+def encode_change(
+    change: KvChange, cluster: str, *, with_token_ids: bool = False
+) -> kv_events_pb2.WatchKvEventsResponse:
     """Encode one change; token ids only on request."""
-    message = kv_events_pb2.KvEvent(event_id=change.event.event_id, epoch=change.epoch)
+    message = kv_events_pb2.KvEvent(event_id=change.event.event_id, epoch=change.epoch, cluster=cluster)
     match change.event:
         case Stored(parent, sequence_hashes, block_hashes):
             message.stored.sequence_hashes.extend(sequence_hashes)
@@ -93,12 +108,14 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         controller: Controller,
         status: StatusReporter,
         kv_events: KvEventPublisher,
+        kv_origin: KvOrigin,
         operators: Operators,
         audit: AuditLog,
     ) -> None:
         self._controller = controller
         self._status = status
         self._kv_events = kv_events
+        self._kv_origin = kv_origin
         self._operators = operators
         self._audit = audit
 
@@ -128,7 +145,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         self._audit.record(Action.WATCH, AuditOutcome.OK, **caller, with_token_ids=with_token_ids)
         subscription = self._kv_events.subscribe()
         when_call_ends(context, subscription.close)
-        for message in encode_snapshot(subscription.snapshot, with_token_ids=with_token_ids):
+        origin = self._kv_origin
+        for message in encode_snapshot(subscription.snapshot, origin, with_token_ids=with_token_ids):
             yield message
         async for change in subscription.changes():
-            yield encode_change(change, with_token_ids=with_token_ids)
+            yield encode_change(change, origin.cluster, with_token_ids=with_token_ids)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import grpc
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, kv_events_pb2
 from tests.integration.cluster import DEADLINE_S, Cluster, RequestCase
@@ -147,6 +150,27 @@ async def test_the_client_follows_the_cache_and_gets_a_new_snapshot_when_it_was_
             assert {block.sequence_hash for block in second.blocks} <= cached_now(cluster)
         while feed._subscriptions:
             await asyncio.sleep(0.01)
+
+
+async def test_a_router_can_compute_hashes_of_salted_blocks(tiny_llama: Path) -> None:
+    """By the rules in kv_events.proto alone."""
+    prompt, block_size = list(range(1, 18)), 8
+    packed = struct.pack("<8I", *prompt[:block_size]), struct.pack("<8I", *prompt[block_size:16])
+    expected = set()
+    async with Cluster(tiny_llama, layers=LAYERS) as cluster, asyncio.timeout(DEADLINE_S):
+        for cache_salt in ("", "a", "b"):
+            async for _ in cluster.client.generate(prompt, max_tokens=1, cache_salt=cache_salt):
+                pass
+            salt = xxh3_64_intdigest(cache_salt.encode(), 0) if cache_salt else 1337
+            first, second = (xxh3_64_intdigest(block, salt) for block in packed)
+            expected |= {first, xxh3_64_intdigest(struct.pack("<QQ", first, second), 1337)}
+        async with aclosing(cluster.client.kv_events()) as items:
+            snapshot = await anext(items)
+        assert isinstance(snapshot, kv_events_pb2.KvSnapshot)
+        assert {block.sequence_hash for block in snapshot.blocks} == expected
+        status = await cluster.client.status()
+        assert (snapshot.cluster, snapshot.fingerprint) == ("default", status.fingerprint)
+        assert UUID(snapshot.incarnation).version == 7
 
 
 @pytest.mark.full

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n stageline_rpc/v1/kv_events.proto\x12\x0cstageline.v1\".\n\x14WatchKvEventsRequest\x12\x16\n\x0ewith_token_ids\x18\x01 \x01(\x08\"x\n\x15WatchKvEventsResponse\x12,\n\x08snapshot\x18\x01 \x01(\x0b\x32\x18.stageline.v1.KvSnapshotH\x00\x12&\n\x05\x65vent\x18\x02 \x01(\x0b\x32\x15.stageline.v1.KvEventH\x00\x42\t\n\x07message\"~\n\nKvSnapshot\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12%\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x15.stageline.v1.KvBlock\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\x12\x15\n\rnext_event_id\x18\x05 \x01(\x04\"g\n\x07KvBlock\x12\x15\n\rsequence_hash\x18\x01 \x01(\x06\x12\x12\n\nblock_hash\x18\x02 \x01(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x04 \x03(\rB\t\n\x07_parent\"\xb6\x01\n\x07KvEvent\x12\x10\n\x08\x65vent_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12(\n\x06stored\x18\x03 \x01(\x0b\x32\x16.stageline.v1.KvStoredH\x00\x12*\n\x07removed\x18\x04 \x01(\x0b\x32\x17.stageline.v1.KvRemovedH\x00\x12*\n\x07\x63leared\x18\x05 \x01(\x0b\x32\x17.stageline.v1.KvClearedH\x00\x42\x08\n\x06\x63hange\"l\n\x08KvStored\x12\x13\n\x06parent\x18\x01 \x01(\x06H\x00\x88\x01\x01\x12\x17\n\x0fsequence_hashes\x18\x02 \x03(\x06\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x06\x12\x11\n\ttoken_ids\x18\x04 \x03(\rB\t\n\x07_parent\"$\n\tKvRemoved\x12\x17\n\x0fsequence_hashes\x18\x01 \x03(\x06\"\x0b\n\tKvClearedb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n stageline_rpc/v1/kv_events.proto\x12\x0cstageline.v1\".\n\x14WatchKvEventsRequest\x12\x16\n\x0ewith_token_ids\x18\x01 \x01(\x08\"x\n\x15WatchKvEventsResponse\x12,\n\x08snapshot\x18\x01 \x01(\x0b\x32\x18.stageline.v1.KvSnapshotH\x00\x12&\n\x05\x65vent\x18\x02 \x01(\x0b\x32\x15.stageline.v1.KvEventH\x00\x42\t\n\x07message\"\xb9\x01\n\nKvSnapshot\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12%\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x15.stageline.v1.KvBlock\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\x12\x15\n\rnext_event_id\x18\x05 \x01(\x04\x12\x0f\n\x07\x63luster\x18\x06 \x01(\t\x12\x13\n\x0bincarnation\x18\x07 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\"g\n\x07KvBlock\x12\x15\n\rsequence_hash\x18\x01 \x01(\x06\x12\x12\n\nblock_hash\x18\x02 \x01(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x04 \x03(\rB\t\n\x07_parent\"\xc7\x01\n\x07KvEvent\x12\x10\n\x08\x65vent_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12(\n\x06stored\x18\x03 \x01(\x0b\x32\x16.stageline.v1.KvStoredH\x00\x12*\n\x07removed\x18\x04 \x01(\x0b\x32\x17.stageline.v1.KvRemovedH\x00\x12*\n\x07\x63leared\x18\x05 \x01(\x0b\x32\x17.stageline.v1.KvClearedH\x00\x12\x0f\n\x07\x63luster\x18\x06 \x01(\tB\x08\n\x06\x63hange\"l\n\x08KvStored\x12\x13\n\x06parent\x18\x01 \x01(\x06H\x00\x88\x01\x01\x12\x17\n\x0fsequence_hashes\x18\x02 \x03(\x06\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x06\x12\x11\n\ttoken_ids\x18\x04 \x03(\rB\t\n\x07_parent\"$\n\tKvRemoved\x12\x17\n\x0fsequence_hashes\x18\x01 \x03(\x06\"\x0b\n\tKvClearedb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,16 +35,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHKVEVENTSREQUEST']._serialized_end=96
   _globals['_WATCHKVEVENTSRESPONSE']._serialized_start=98
   _globals['_WATCHKVEVENTSRESPONSE']._serialized_end=218
-  _globals['_KVSNAPSHOT']._serialized_start=220
-  _globals['_KVSNAPSHOT']._serialized_end=346
-  _globals['_KVBLOCK']._serialized_start=348
-  _globals['_KVBLOCK']._serialized_end=451
-  _globals['_KVEVENT']._serialized_start=454
-  _globals['_KVEVENT']._serialized_end=636
-  _globals['_KVSTORED']._serialized_start=638
-  _globals['_KVSTORED']._serialized_end=746
-  _globals['_KVREMOVED']._serialized_start=748
-  _globals['_KVREMOVED']._serialized_end=784
-  _globals['_KVCLEARED']._serialized_start=786
-  _globals['_KVCLEARED']._serialized_end=797
+  _globals['_KVSNAPSHOT']._serialized_start=221
+  _globals['_KVSNAPSHOT']._serialized_end=406
+  _globals['_KVBLOCK']._serialized_start=408
+  _globals['_KVBLOCK']._serialized_end=511
+  _globals['_KVEVENT']._serialized_start=514
+  _globals['_KVEVENT']._serialized_end=713
+  _globals['_KVSTORED']._serialized_start=715
+  _globals['_KVSTORED']._serialized_end=823
+  _globals['_KVREMOVED']._serialized_start=825
+  _globals['_KVREMOVED']._serialized_end=861
+  _globals['_KVCLEARED']._serialized_start=863
+  _globals['_KVCLEARED']._serialized_end=874
 # @@protoc_insertion_point(module_scope)

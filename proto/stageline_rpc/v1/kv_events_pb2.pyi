@@ -75,11 +75,20 @@ class KvSnapshot(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
     NEXT_EVENT_ID_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_size: _builtins.int
     is_last: _builtins.bool
     next_event_id: _builtins.int
     """Id of the first event after this snapshot."""
+    cluster: _builtins.str
+    """Name of the cluster in its certificates; `default` without certificates."""
+    incarnation: _builtins.str
+    """UUID of the coordinator's process, which numbers events: another one numbers them from 0."""
+    fingerprint: _builtins.str
+    """Fingerprint of the model, as in GetStatus: equal tokens of different models have equal hashes."""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlock]:
         """A large snapshot is split into several messages; only the last one has `is_last`."""
@@ -92,10 +101,13 @@ class KvSnapshot(_message.Message):
         blocks: _abc.Iterable[Global___KvBlock] | None = ...,
         is_last: _builtins.bool = ...,
         next_event_id: _builtins.int = ...,
+        cluster: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "epoch", b"epoch", "is_last", b"is_last", "next_event_id", b"next_event_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "cluster", b"cluster", "epoch", b"epoch", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "is_last", b"is_last", "next_event_id", b"next_event_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -103,9 +115,18 @@ Global___KvSnapshot: _TypeAlias = KvSnapshot  # noqa: Y015
 
 @_typing.final
 class KvBlock(_message.Message):
-    """A full block. The block hash is XXH3-64 over its tokens (u32 LE, seed: the request's salt), the sequence hash chains
-    it to the previous block: XXH3-64 over (parent sequence hash, block hash; both u64 LE, seed 1337), or the block hash
-    itself for the first block.
+    """A full block. Its hashes depend on its tokens and on salts:
+
+      block hash = XXH3-64(token ids as u32 LE, seed = salt of the block)
+      sequence hash = block hash, for the first block of a sequence
+      sequence hash = XXH3-64(parent sequence hash, block hash; both u64 LE, seed 1337), for others
+
+    The salt of a block is
+      1337 for requests without `cache_salt` and tenant, and for blocks within a `--public-prefix` of the coordinator
+      XXH3-64(UTF-8 of `cache_salt`, seed 0) for requests with `cache_salt`, without a tenant
+      the same of the lower-case hex digits of HMAC-SHA256(secret, length of the tenant's name as u32 BE, name,
+      `cache_salt`) for requests of a tenant. The secret is random for each process of the coordinator and not published:
+      such hashes can be matched with each other, but not computed by a router.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -151,8 +172,11 @@ class KvEvent(_message.Message):
     STORED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     CLEARED_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
     event_id: _builtins.int
     epoch: _builtins.int
+    cluster: _builtins.str
+    """As in the snapshot."""
     @_builtins.property
     def stored(self) -> Global___KvStored: ...
     @_builtins.property
@@ -169,10 +193,11 @@ class KvEvent(_message.Message):
         stored: Global___KvStored | None = ...,
         removed: Global___KvRemoved | None = ...,
         cleared: Global___KvCleared | None = ...,
+        cluster: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "epoch", b"epoch", "event_id", b"event_id", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "cluster", b"cluster", "epoch", b"epoch", "event_id", b"event_id", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["stored", "removed", "cleared"]  # noqa: Y015
     _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015

@@ -11,6 +11,7 @@ import kvcache.hashing
 from coordinator.api.cluster_service import (
     BLOCKS_PER_MESSAGE,
     TOKENS_PER_MESSAGE,
+    KvOrigin,
     encode_change,
     encode_snapshot,
 )
@@ -169,17 +170,29 @@ def test_private_blocks_after_a_collision_are_not_announced(
     assert (log.num_inactive, log.num_free) == (1, 2)
 
 
+ORIGIN = KvOrigin(cluster="east", incarnation="a-uuid", fingerprint="f" * 32)
+
+
+async def test_snapshots_and_changes_name_their_cluster(log: KvCacheManager, feed: KvEventPublisher) -> None:
+    subscription = feed.subscribe()
+    (message,) = encode_snapshot(subscription.snapshot, ORIGIN)
+    snapshot = message.snapshot
+    assert (snapshot.cluster, snapshot.incarnation, snapshot.fingerprint) == ("east", "a-uuid", "f" * 32)
+    assert encode_change(KvChange(3, Cleared(13)), ORIGIN.cluster).event.cluster == "east"
+    subscription.close()
+
+
 async def test_a_large_snapshot_is_sent_in_parts_and_an_empty_one_in_one(
     log: KvCacheManager, feed: KvEventPublisher
 ) -> None:
     subscription = feed.subscribe()
-    (empty,) = encode_snapshot(subscription.snapshot)
+    (empty,) = encode_snapshot(subscription.snapshot, ORIGIN)
     assert empty.snapshot.is_last
     subscription.close()
     large = [CachedBlock(index, index, None) for index in range(2 * BLOCKS_PER_MESSAGE + 1)]
     feed.begin_epoch(5, block_size=2, cached_blocks=lambda: large)
     subscription = feed.subscribe()
-    parts = list(encode_snapshot(subscription.snapshot))
+    parts = list(encode_snapshot(subscription.snapshot, ORIGIN))
     assert [part.snapshot.is_last for part in parts] == [False, False, True]
     assert [block.sequence_hash for part in parts for block in part.snapshot.blocks] == [
         block.sequence_hash for block in large
@@ -192,7 +205,7 @@ async def test_a_snapshot_keeps_both_hashes_and_the_parent_on_the_wire(
 ) -> None:
     serve(log, (1, 2, 3, 4))
     subscription = feed.subscribe()
-    (message,) = encode_snapshot(subscription.snapshot)
+    (message,) = encode_snapshot(subscription.snapshot, ORIGIN)
     first, second = block_hash([1, 2]), block_hash([3, 4])
     announced = [
         (block.sequence_hash, block.block_hash, block.parent if block.HasField("parent") else None)
@@ -214,9 +227,12 @@ async def test_token_ids_are_sent_on_request(log: KvCacheManager, feed: KvEventP
         (False, [[], []], []),
         (True, [[1, 2], [3, 4]], [7, 4_000_000_000, 8, 9]),
     ):
-        (message,) = encode_snapshot(subscription.snapshot, with_token_ids=asked)
+        (message,) = encode_snapshot(subscription.snapshot, ORIGIN, with_token_ids=asked)
         assert [list(block.token_ids) for block in message.snapshot.blocks] == of_blocks
-        assert list(encode_change(change, with_token_ids=asked).event.stored.token_ids) == of_stored
+        assert (
+            list(encode_change(change, ORIGIN.cluster, with_token_ids=asked).event.stored.token_ids)
+            == of_stored
+        )
     subscription.close()
 
 
@@ -225,18 +241,20 @@ async def test_a_snapshot_with_token_ids_is_sent_in_parts_of_bounded_size(feed: 
     large = [CachedBlock(index, index, None, pack_tokens([2**32 - 1] * block_size)) for index in range(5)]
     feed.begin_epoch(5, block_size=block_size, cached_blocks=lambda: large)
     subscription = feed.subscribe()
-    parts = list(encode_snapshot(subscription.snapshot, with_token_ids=True))
+    parts = list(encode_snapshot(subscription.snapshot, ORIGIN, with_token_ids=True))
     assert [len(part.snapshot.blocks) for part in parts] == [4, 1]
     assert max(part.ByteSize() for part in parts) < 1024 * 1024
     subscription.close()
 
 
 def test_changes_keep_their_fields_on_the_wire() -> None:
-    stored = encode_change(KvChange(3, Stored(7, (8, 9), (1, 2), 11))).event
+    stored = encode_change(KvChange(3, Stored(7, (8, 9), (1, 2), 11)), ORIGIN.cluster).event
     assert (stored.event_id, stored.epoch, stored.stored.parent) == (11, 3, 7)
     assert list(stored.stored.sequence_hashes) == [8, 9]
     assert list(stored.stored.block_hashes) == [1, 2]
-    assert not encode_change(KvChange(3, Stored(None, (8,), (1,), 11))).event.stored.HasField("parent")
-    removed = encode_change(KvChange(3, Removed((8, 9), 12))).event
+    assert not encode_change(KvChange(3, Stored(None, (8,), (1,), 11)), ORIGIN.cluster).event.stored.HasField(
+        "parent"
+    )
+    removed = encode_change(KvChange(3, Removed((8, 9), 12)), ORIGIN.cluster).event
     assert list(removed.removed.sequence_hashes) == [8, 9]
-    assert encode_change(KvChange(3, Cleared(13))).event.WhichOneof("change") == "cleared"
+    assert encode_change(KvChange(3, Cleared(13)), ORIGIN.cluster).event.WhichOneof("change") == "cleared"
