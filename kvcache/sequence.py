@@ -88,9 +88,9 @@ class ActiveSequence:
         self._tokens_view = TokensView(self._tokens)
         self.block_size = block_size
         self.is_announced = is_announced
-        self.num_prompt_tokens = len(self._tokens)
+        self._num_prompt_tokens = len(self._tokens)
         self.max_output_tokens = max_output_tokens
-        self._max_len = self.num_prompt_tokens + max_output_tokens
+        self._max_len = self._num_prompt_tokens + max_output_tokens
         self._new_id = new_id
         self.group = group
         self.others = tuple(others)
@@ -128,8 +128,12 @@ class ActiveSequence:
         return (self, *self.others)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return self._num_prompt_tokens
+
+    @property
     def num_generated_tokens(self) -> int:
-        return len(self._tokens) - self.num_prompt_tokens
+        return len(self._tokens) - self._num_prompt_tokens
 
     @property
     def num_committed_tokens(self) -> int:

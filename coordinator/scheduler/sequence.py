@@ -131,9 +131,8 @@ class Release:
 class Sequence:
     """A prompt and its generated tokens.
 
-    `identity` names the current start in steps and results, empty once the sequence has ended. The first
-    `kv_end` tokens need no change of blocks; a longer sequence needs `KvCacheManager.append`. `traceparent`
-    is the header of the request's span, empty if stages do not record spans.
+    The first `kv_end` tokens need no change of blocks; a longer sequence needs `KvCacheManager.append`.
+    `traceparent` is the header of the request's span, empty if stages do not record spans.
 
     `num_computed_tokens` of `all_tokens` are in sent steps, so their KV is in the cache or will be. Between
     two decode steps, exactly the last token is not computed. Tokens are only appended.
@@ -182,7 +181,7 @@ class Sequence:
         self._num_computed = 0
         self._num_prefill_tokens = 0
         self._is_started = False
-        self.identity = identity_of(key, 0)
+        self._identity = identity_of(key, 0)
         self.kv_end = 0
         self.wants_logprobs = sampling.logprobs is not None
         self.traceparent = ""
@@ -190,6 +189,11 @@ class Sequence:
     @property
     def key(self) -> SequenceKey:
         return self._key
+
+    @property
+    def identity(self) -> bytes:
+        """Name of the current start in steps and results, empty once the sequence has ended."""
+        return self._identity
 
     @property
     def state(self) -> SequenceState:
@@ -464,7 +468,7 @@ class Sequence:
 
     def _set_restart_count(self, restart_count: int) -> None:
         self._restart_count = restart_count
-        self.identity = identity_of(self._key, restart_count)
+        self._identity = identity_of(self._key, restart_count)
 
     def _require(self, holds: bool, what: str) -> None:
         if not holds:
@@ -480,4 +484,4 @@ class Sequence:
         check_transition(self._key, self._state, state)
         self._state = state
         if not state.is_live:
-            self.identity = b""
+            self._identity = b""

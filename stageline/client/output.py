@@ -12,12 +12,11 @@ from stageline_rpc.v1 import inference_pb2
 class FinishReason(StrEnum):
     """Why a generation ended; equals its text, so `output.finish_reason == "stop"` holds.
 
-    The server does not send CANCELLED: a cancelled request raises `Cancelled`.
+    A cancelled request raises `Cancelled`.
     """
 
     STOP = "stop"
     LENGTH = "length"
-    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +86,6 @@ _FINISH_REASONS = {
     inference_pb2.FINISH_REASON_UNSPECIFIED: None,
     inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    inference_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
 }
 
 

@@ -79,18 +79,15 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """An end-of-sequence token, a stop token or a stop string was generated."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens was reached."""
-    FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
-    """Reserved for later use: a cancelled request ends with status CANCELLED and has no last message."""
 
-class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
+    """A cancelled request has no last message: its call ends with status CANCELLED."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """An end-of-sequence token, a stop token or a stop string was generated."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens was reached."""
-FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
-"""Reserved for later use: a cancelled request ends with status CANCELLED and has no last message."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -685,7 +682,10 @@ class Usage(_message.Message):
     seed: _builtins.int
     """The seed in use, the client's or the drawn one."""
     restarts: _builtins.int
-    """Number of times the request was restarted from its tokens (after a fault or a preemption)."""
+    """Number of times the choice returned to the queue and continued from its tokens: once for each fault, lost worker,
+    restart of the coordinator and preemption. A choice that was running when a worker was lost counts once more if it
+    is tried apart from others (to find out whether a request caused the loss) and waits for them after its next token.
+    """
     @_builtins.property
     def queue_time(self) -> _duration_pb2.Duration:
         """From acceptance to the first step with this choice. Times of a request that a coordinator restored count from then on."""

@@ -247,6 +247,12 @@ def test_a_push_cannot_be_undone_after_an_earlier_block_is_released() -> None:
         made.pop()
 
 
+def test_the_length_of_the_prompt_is_read_only() -> None:
+    sequence = ActiveSequence([1, 2], max_output_tokens=2, new_id=count().__next__)
+    with pytest.raises(AttributeError):
+        sequence.num_prompt_tokens = 1  # type: ignore[misc]
+
+
 def test_the_tokens_of_a_sequence_are_read_only_and_follow_it() -> None:
     made = allocated(3)
     tokens = made.tokens

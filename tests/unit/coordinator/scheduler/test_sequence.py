@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from coordinator.scheduler import sequence as module
 from coordinator.scheduler.sequence import (
     FinishReason,
     IllegalTransition,
@@ -176,6 +177,26 @@ def new_sequence(
         order=QueueOrder(0.0, 0),
         wants_prompt_logprobs=wants_prompt_logprobs,
     )
+
+
+def test_identity_is_read_only() -> None:
+    sequence = new_sequence()
+    with pytest.raises(AttributeError):
+        sequence.identity = b"another"  # type: ignore[misc]
+
+
+def test_a_restored_finished_sequence_passes_the_table_of_transitions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed = list[tuple[SequenceState, SequenceState]]()
+    monkeypatch.setattr(module, "check_transition", lambda key, *states: passed.append(states))
+    sequence = new_sequence()
+    counts = {"num_cached_tokens": 0, "num_restarts": 1}
+    sequence.restore_finished((5, 6), reason=FinishReason.STOP, **counts)
+    assert passed == [(W, P), (P, F)]
+    assert sequence.generated_tokens == (5, 6)
+    with pytest.raises(InvariantBroken, match="is new"):
+        sequence.restore_finished((5, 6), reason=FinishReason.STOP, **counts)
 
 
 def new_kv(sequence: Sequence) -> ActiveSequence:

@@ -9,7 +9,7 @@ from stageline_rpc.v1 import inference_pb2
 
 
 def test_a_finish_reason_is_its_text() -> None:
-    assert [str(reason) for reason in FinishReason] == ["stop", "length", "cancelled"]
+    assert [str(reason) for reason in FinishReason] == ["stop", "length"]
     assert FinishReason.STOP == "stop"
 
 
