@@ -150,13 +150,14 @@ class CoordinatorServer:
         self._add_services(status, activity)
         self.address = config.listen
 
-    def _kv_origin(self) -> KvOrigin:
+    def _cluster_service(self, status: StatusReporter, operators: Operators) -> ClusterService:
         identity = self._transport.identity
-        return KvOrigin(
+        origin = KvOrigin(
             cluster=DEFAULT_CLUSTER if identity is None else identity.cluster,
             incarnation=self._instance,
             fingerprint=self._model.fingerprint,
         )
+        return ClusterService(self.controller, status, self.engine.kv_events, origin, operators, self._audit)
 
     def _count_refusal(self, method: str, error: Exception) -> None:
         """Count a request that the server refused before its servicer."""
@@ -287,12 +288,7 @@ class CoordinatorServer:
             ),
             self._server,
         )
-        cluster_pb2_grpc.add_ClusterServicer_to_server(
-            ClusterService(
-                self.controller, status, self.engine.kv_events, self._kv_origin(), operators, self._audit
-            ),
-            self._server,
-        )
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster_service(status, operators), self._server)
         self._add_worker_services()
         telemetry_pb2_grpc.add_TelemetryServiceServicer_to_server(
             TelemetryService(self.trace_store, self.trace_reader, activity), self._server
