@@ -46,18 +46,72 @@ class ToolSelection:
         return bool(self.tools) and (self.is_required or any(tool.is_strict for tool in self.tools))
 
 
+@dataclass(frozen=True, slots=True)
+class OtherTool:
+    """A tool that is no function, which no served model can call; its name is empty if it has none."""
+
+    index: int
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        named = f"{self.kind} {self.name}" if self.name else self.kind
+        return f"tools[{self.index}] ({named})"
+
+
 def read_tools(bodies: Sequence[object]) -> list[ToolDefinition]:
-    """Read `tools` of a chat completion, or of a response, which has no "function" level. Raises BadTools."""
+    """Read the functions of `tools`, of a chat completion or of a response, which has no "function" level.
+
+    Tools of other types are left out. Raises BadTools.
+    """
     tools: list[ToolDefinition] = []
     for index, body in enumerate(bodies):
         param = f"tools[{index}]"
-        if not isinstance(body, dict) or body.get("type", "function") != "function":
-            raise BadTools(f"{param} is no function: only functions are served", param)
+        if not isinstance(body, dict) or not isinstance(_kind(body), str):
+            raise BadTools(f"{param} is no tool: it needs an object with the type 'function'", param)
+        if _kind(body) != "function":
+            continue
         tool = _read_function(body.get("function", body), param)
         if any(tool.name == other.name for other in tools):
             raise BadTools(f"{param} has the name {tool.name!r} of another tool", param)
         tools.append(tool)
     return tools
+
+
+def other_tools(bodies: Sequence[object]) -> list[OtherTool]:
+    """Return the tools that `read_tools` leaves out."""
+    return [
+        OtherTool(index, _shown(body), _other_name(body))
+        for index, body in enumerate(bodies)
+        if isinstance(body, dict) and isinstance(kind := _kind(body), str) and kind != "function"
+    ]
+
+
+def function_index(bodies: Sequence[object], name: str) -> int:
+    """Return the index of a function that `read_tools` read from `bodies`."""
+    functions = ((index, body) for index, body in enumerate(bodies) if isinstance(body, dict))
+    return next(
+        index
+        for index, body in functions
+        if _kind(body) == "function" and body.get("function", body)["name"] == name
+    )
+
+
+def _kind(body: Mapping[str, Any]) -> object:
+    return body.get("type", "function")
+
+
+def _shown(body: Mapping[str, Any]) -> str:
+    """The type of a tool that is no function, as headers and errors show it."""
+    kind = str(_kind(body))
+    return kind if _NAME.fullmatch(kind) else ascii(kind[:60])
+
+
+def _other_name(body: Mapping[str, Any]) -> str:
+    """The name of a tool that is no function; chat completions have it below the type."""
+    inner = body.get(str(_kind(body)))
+    name = body.get("name", inner.get("name") if isinstance(inner, dict) else None)
+    return name if isinstance(name, str) and _NAME.fullmatch(name) else ""
 
 
 def _read_function(function: object, param: str) -> ToolDefinition:
@@ -81,40 +135,75 @@ def _read_function(function: object, param: str) -> ToolDefinition:
     )
 
 
-def select_tools(tools: Sequence[ToolDefinition], choice: object) -> ToolSelection:
-    """Apply `tool_choice`: OpenAI's forms for chat completions and responses. Raises BadTools."""
+def select_tools(
+    tools: Sequence[ToolDefinition], choice: object, others: Sequence[OtherTool] = ()
+) -> ToolSelection:
+    """Apply `tool_choice`: OpenAI's forms for chat completions and responses.
+
+    Raises BadTools, also for a choice that demands one of the `others`.
+    """
     if choice is None or choice == "auto":
         return ToolSelection(tuple(tools))
     if choice == "none":
         return ToolSelection()
     if choice == "required":
-        return _required(tools, is_named=False)
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return _required([_named(tools, choice)], is_named=True)
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = choice.get("allowed_tools", choice)
-        listed = allowed.get("tools") if isinstance(allowed, dict) else None
-        if isinstance(listed, list) and allowed.get("mode", "auto") in ("auto", "required"):
-            named = [_named(tools, item) for item in listed]
-            return ToolSelection(tuple(named)) if allowed.get("mode") != "required" else _required(named)
+        return _required(tools, others)
+    if isinstance(choice, dict):
+        match choice.get("type"):
+            case "function":
+                return ToolSelection((_named(tools, choice, others),), is_required=True, is_named=True)
+            case "allowed_tools":
+                return _allowed(tools, choice, others)
+            case str():
+                raise _not_served(_demanded(choice, others))
     raise BadTools("tool_choice is none of none, auto, required, a function, allowed_tools", "tool_choice")
 
 
-def _required(tools: Sequence[ToolDefinition], *, is_named: bool = False) -> ToolSelection:
-    if not tools:
-        raise BadTools("tool_choice demands a call, but there are no tools", "tool_choice")
-    return ToolSelection(tuple(tools), is_required=True, is_named=is_named)
+def _allowed(tools: Sequence[ToolDefinition], choice: Any, others: Sequence[OtherTool]) -> ToolSelection:
+    allowed = choice.get("allowed_tools", choice)
+    listed = allowed.get("tools") if isinstance(allowed, dict) else None
+    if not isinstance(listed, list) or allowed.get("mode", "auto") not in ("auto", "required"):
+        raise BadTools(
+            "tool_choice of allowed_tools needs tools, and the mode auto or required", "tool_choice"
+        )
+    left_out = other_tools(listed)
+    indices = {tool.index for tool in left_out}
+    named = [_named(tools, item, others) for index, item in enumerate(listed) if index not in indices]
+    if allowed.get("mode") != "required":
+        return ToolSelection(tuple(named))
+    return _required(named, [_demanded(listed[tool.index], others) for tool in left_out])
 
 
-def _named(tools: Sequence[ToolDefinition], item: object) -> ToolDefinition:
+def _required(tools: Sequence[ToolDefinition], others: Sequence[OtherTool | str]) -> ToolSelection:
+    if tools:
+        return ToolSelection(tuple(tools), is_required=True)
+    if others:
+        raise _not_served(others[0])
+    raise BadTools("tool_choice demands a call, but there are no tools", "tool_choice")
+
+
+def _named(tools: Sequence[ToolDefinition], item: object, others: Sequence[OtherTool]) -> ToolDefinition:
     function = item.get("function", item) if isinstance(item, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     found = next((tool for tool in tools if tool.name == name), None)
-    if found is None:
-        raise BadTools(
-            f"tool_choice names the function {name!r}, which is not among the tools", "tool_choice"
-        )
-    return found
+    if found is not None:
+        return found
+    if (other := next((tool for tool in others if tool.name == name), None)) is not None:
+        raise _not_served(other)
+    raise BadTools(f"tool_choice names the function {name!r}, which is not among the tools", "tool_choice")
+
+
+def _demanded(item: Mapping[str, Any], others: Sequence[OtherTool]) -> OtherTool | str:
+    """The tool that is meant by an item of `tool_choice` that is no function."""
+    kind, name = _shown(item), _other_name(item)
+    for other in others:
+        if other.kind == kind and name in ("", other.name):
+            return other
+    return f"a tool of type {kind!r}" + (f" with the name {name!r}" if name else "")
+
+
+def _not_served(tool: OtherTool | str) -> BadTools:
+    return BadTools(f"tool_choice demands {tool}: only functions are served", "tool_choice")
 
 
 def template_tools(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]] | None:

@@ -5,6 +5,8 @@ import pytest
 from gateway.parsers.calls import ToolDefinition
 from gateway.parsers.conversation import (
     BadTools,
+    function_index,
+    other_tools,
     read_tools,
     select_tools,
     template_messages,
@@ -38,8 +40,8 @@ def test_tools_are_read_in_the_forms_of_three_apis() -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("x", "no function"),
-        ({"type": "web_search"}, "no function"),
+        ("x", "no tool"),
+        ({"type": 5}, "no tool"),
         ({"function": 5}, "no object"),
         ({"function": {"name": 'a"b'}}, "has the name"),
         ({"function": {"name": ""}}, "has the name"),
@@ -71,6 +73,56 @@ def test_every_form_of_a_tool_choice() -> None:
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": listed}}
     assert select(allowed) == (["clock"], True, False)
     assert select({"type": "allowed_tools", "mode": "auto", "tools": listed}) == (["clock"], False, False)
+
+
+SEARCH = {"type": "web_search", "filters": {}}
+AGENTS = {"type": "namespace", "name": "agents", "tools": [CHAT_TOOL]}
+CUSTOM = {"type": "custom", "custom": {"name": "patch"}}
+
+
+def test_tools_that_are_no_functions_are_left_out_by_type_and_name() -> None:
+    bodies = [SEARCH, CHAT_TOOL, AGENTS, CUSTOM, {"type": "\x00é", "name": "a, b"}]
+    assert read_tools(bodies) == [WEATHER]
+    assert [str(tool) for tool in other_tools(bodies)] == [
+        "tools[0] (web_search)",
+        "tools[2] (namespace agents)",
+        "tools[3] (custom patch)",
+        r"tools[4] ('\x00\xe9')",
+    ]
+    assert function_index(bodies, "weather") == 1
+
+
+@pytest.mark.parametrize(
+    ("choice", "named"),
+    [
+        ({"type": "web_search"}, r"tools\[0\] \(web_search\)"),
+        ({"type": "custom", "name": "patch"}, r"tools\[2\] \(custom patch\)"),
+        ({"type": "function", "name": "agents"}, r"tools\[1\] \(namespace agents\)"),
+        ({"type": "mcp", "server_label": "x"}, "a tool of type 'mcp'"),
+        ({"type": "custom", "custom": {"name": "other"}}, "a tool of type 'custom' with the name 'other'"),
+        ({"type": "allowed_tools", "mode": "required", "tools": [SEARCH]}, r"tools\[0\] \(web_search\)"),
+    ],
+)
+def test_a_choice_that_demands_a_tool_that_is_no_function_names_it(choice: object, named: str) -> None:
+    others = other_tools([SEARCH, AGENTS, CUSTOM])
+    with pytest.raises(BadTools, match=f"tool_choice demands {named}: only functions are served"):
+        select_tools([WEATHER], choice, others)
+
+
+def test_required_calls_need_a_function() -> None:
+    assert select_tools([WEATHER], "required", other_tools([SEARCH])).tools == (WEATHER,)
+    with pytest.raises(BadTools, match=r"demands tools\[0\] \(web_search\)"):
+        select_tools([], "required", other_tools([SEARCH]))
+
+
+def test_allowed_tools_that_are_no_functions_are_left_out() -> None:
+    choice = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [SEARCH, {"type": "function", "name": "weather"}],
+    }
+    assert select_tools([WEATHER, CLOCK], choice, other_tools([SEARCH])).tools == (WEATHER,)
+    assert select_tools([WEATHER], {**choice, "mode": "auto", "tools": [SEARCH]}).tools == ()
 
 
 def test_a_tool_choice_without_its_tool_is_rejected() -> None:
