@@ -529,7 +529,7 @@ def compile_grammar(
     assert field is not None, "no structured output"
     if sampling.ignore_eos:
         raise InvalidRequest(
-            f"ignore_eos with {field}: structured output ends with an end-of-sequence token",
+            "ignore_eos excludes structured output, which ends with an end-of-sequence token",
             field="ignore_eos",
         )
     if model.grammars is None:

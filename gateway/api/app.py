@@ -19,21 +19,23 @@ from gateway.access.visitors import NotAdmitted
 from gateway.api import page, process
 from gateway.api.access import RequireKey, as_api_error, visitor_of
 from gateway.api.body import RequestBody
-from gateway.api.call import Gateway, label_of
+from gateway.api.call import Gateway, ignored_by, label_of, note_ignored
 from gateway.api.chat import ChatRequest, chat_completions
 from gateway.api.completions import CompletionRequest, completions
 from gateway.api.errors import ApiError, api_error, error_response, http_error, unavailable
-from gateway.api.fields import check_fields, header_name
+from gateway.api.fields import check_fields
 from gateway.api.messages.endpoints import count_message_tokens, create_message, message_error
 from gateway.api.messages.fields import MessageRequest, PromptFields
 from gateway.api.responses.endpoints import (
     cancel_response,
+    count_input_tokens,
     create_response,
     delete_response,
     list_input_items,
     retrieve_response,
 )
 from gateway.api.responses.fields import ResponseRequest
+from gateway.api.responses.stored import is_response_id
 from gateway.api.sse import ClientGone, note_departure, note_failure
 from gateway.api.tokenize import (
     DetokenizeRequest,
@@ -50,6 +52,7 @@ from wire.peer_secrets import RefusedPeers
 
 CLIENT_GONE_STATUS = 499
 METHOD_NOT_ALLOWED = 405
+NOT_FOUND = 404
 DENIED = (401, 403)
 PROCESS = "process"
 UNKNOWN = "unknown"
@@ -78,6 +81,7 @@ class Route:
 _POST = "POST"
 MESSAGES = "/v1/messages"
 _RESPONSE = "/v1/responses/{response_id}"
+_INPUT_TOKENS = "/v1/responses/input_tokens"
 _EVENTS_QUERY: Mapping[str, Mapping[str, Any]] = {
     "stream": {"type": "boolean"},
     "starting_after": {"type": "integer", "minimum": 0},
@@ -106,6 +110,7 @@ ROUTES = (
     _generating(SpanName.HTTP_COMPLETIONS, completions, "completions", CompletionRequest),
     _generating(SpanName.HTTP_CHAT, chat_completions, "chat_completions", ChatRequest),
     _generating(SpanName.HTTP_RESPONSES, create_response, "responses", ResponseRequest),
+    Route(_INPUT_TOKENS, count_input_tokens, "count_tokens", _POST, ResponseRequest),
     Route(_RESPONSE, retrieve_response, "responses", streams=True, query=_EVENTS_QUERY),
     Route(_RESPONSE, delete_response, "responses", "DELETE"),
     Route(f"{_RESPONSE}/cancel", cancel_response, "responses", _POST),
@@ -147,6 +152,42 @@ ROUTES = (
     Route("/static/{name}", page.static, media_type="*/*"),
     Route("/favicon.ico", page.icon, media_type="image/svg+xml"),
 )
+
+
+_VERSIONS = ("v1", "v2")
+NOT_SERVED: Mapping[str, str] = {
+    "assistants": "assistants are not served",
+    "audio": "audio is not served",
+    "batch": "batches are not served: use the command `stageline batch`",
+    "batches": "batches are not served: use the command `stageline batch`",
+    "chat/completions": "stored chat completions are not served",
+    "chatkit": "chat sessions are not served",
+    "classify": "classification is not served",
+    "containers": "containers are not served",
+    "conversations": "stored conversations are not served",
+    "embed": "embeddings are not served",
+    "embeddings": "embeddings are not served",
+    "engines": "engines are not served",
+    "evals": "evaluations are not served",
+    "files": "files are not served",
+    "fine-tunes": "fine-tuning is not served",
+    "fine_tuning": "fine-tuning is not served",
+    "images": "images are not served",
+    "messages/batches": "batches are not served: use the command `stageline batch`",
+    "moderations": "moderations are not served",
+    "organization": "organizations are not served",
+    "pooling": "pooling is not served",
+    "realtime": "realtime sessions are not served",
+    "rerank": "reranking is not served",
+    "responses": "other calls of responses are not served",
+    "score": "scoring of pairs is not served",
+    "skills": "skills are not served",
+    "threads": "threads of assistants are not served",
+    "uploads": "uploads of files are not served",
+    "vector_stores": "vector stores are not served",
+    "videos": "videos are not served",
+}
+"""What other servers have at paths that are unknown here, by their beginnings without a version."""
 
 
 def make_app(gateway: Gateway) -> ASGIApp:
@@ -195,12 +236,10 @@ def _guarded(route: Route, gateway: Gateway) -> Callable[[Request], Awaitable[Re
         try:
             if gateway.is_waiting and route.endpoint != PROCESS:
                 raise unavailable(gateway.waiting_problem)
-            unknown = _unknown_query(gateway, route, request)
+            note_ignored(request, _unknown_query(gateway, route, request))
             response = await route.handler(gateway.visited_by(visitor_of(request.scope)), request)
-            if unknown:
-                response.headers["x-stageline-ignored"] = ", ".join(
-                    filter(None, (response.headers.get("x-stageline-ignored"), *unknown))
-                )
+            if ignored := ignored_by(request):
+                response.headers["x-stageline-ignored"] = ", ".join(ignored)
         except HTTPException as error:
             response = await _http_exception(request, error)
         except ClientGone:
@@ -230,19 +269,36 @@ def _unknown_query(gateway: Gateway, route: Route, request: Request) -> Sequence
         return ()
     unknown = dict.fromkeys(name for name in request.query_params if name not in route.query)
     check_fields(unknown, is_strict=gateway.config.strict_fields)
-    return [header_name(name) for name in unknown]
+    return list(unknown)
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path[:200]}: {error.detail.lower()}"
-    headers = dict(error.headers or {})
-    if error.status_code == METHOD_NOT_ALLOWED:  # with the methods of one of the path's routes
-        headers["Allow"] = ", ".join(sorted(_methods_of_path(request)))
+    status, problem, headers = error.status_code, error.detail.lower(), dict(error.headers or {})
+    if status == METHOD_NOT_ALLOWED and _names_a_response(request):
+        headers["Allow"] = ", ".join(sorted(_methods_of_path(request)))  # not of one route alone
+    elif status in (METHOD_NOT_ALLOWED, NOT_FOUND):
+        status, problem, headers = NOT_FOUND, _unknown_path(request.url.path), {}
+    text = f"{request.method} {request.url.path[:200]}: {problem}"
     write_error = message_error if request.url.path.startswith(MESSAGES) else error_response
-    response = write_error(http_error(error.status_code, text, headers))
+    response = write_error(http_error(status, text, headers))
     _name(response, request)
     return response
+
+
+def _names_a_response(request: Request) -> bool:
+    """Whether a path with the place of a response's id has one, if it has that place."""
+    identity = request.path_params.get("response_id")
+    return identity is None or is_response_id(identity)
+
+
+def _unknown_path(path: str) -> str:
+    """Return what the error of an unknown path says: what is not served, for paths of other servers."""
+    parts = path.strip("/").split("/")
+    if parts[0] in _VERSIONS:
+        del parts[0]
+    names = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((NOT_SERVED[name] for name in names if name in NOT_SERVED), "not found")
 
 
 def _methods_of_path(request: Request) -> Iterable[str]:

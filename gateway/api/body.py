@@ -3,7 +3,7 @@
 import asyncio
 import re
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -26,7 +26,17 @@ class RequestBody(BaseModel):
 
     known_extra: ClassVar[Collection[str]] = ()
     """Fields that the API checks beside the class's own."""
+    own_names: ClassVar[Mapping[str, str]] = {}
+    """The API's names for fields that other classes name."""
     model: str | None = None
+
+    def name_of(self, field: str) -> str:
+        """Return the name that the client knows a field by, for errors."""
+        return self.own_names.get(field, field)
+
+    def without_effect(self) -> Sequence[str]:
+        """Return what is given within honoured fields and not served."""
+        return ()
 
 
 _Body = TypeVar("_Body", bound=RequestBody)

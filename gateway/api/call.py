@@ -1,7 +1,6 @@
 """What requests share: the gateway's parts, identity and headers of a request, and its submission."""
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -17,7 +16,7 @@ from gateway.access.visitors import ANYONE, Doorkeeper, Visitor
 from gateway.api.body import MAX_VALUES, RequestBody, check_size, parse_body, read_body
 from gateway.api.body_budget import BodyBudget
 from gateway.api.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, unavailable, unknown_model
-from gateway.api.fields import check_fields, header_name, short_name
+from gateway.api.fields import check_fields, check_parts, header_name, short_name
 from gateway.api.logprobs import LogprobWriter
 from gateway.api.sampling import GenerationFields
 from gateway.config import GatewayConfig
@@ -175,6 +174,7 @@ class Gateway:
         Without `max_tokens` it is `default`, or what the context has room for. Raises ApiError.
         """
         vocab_size, limit = self.upstream.model.vocab_size, self.max_sequence_tokens
+        max_name = fields.name_of("max_tokens")
         if (keep := fields.truncate_prompt_tokens) is not None:
             reserved = max_tokens or default or 1
             keep = max(1, limit - reserved) if keep == -1 else keep
@@ -187,10 +187,10 @@ class Gateway:
         room = limit - len(prompt)
         wanted = max(1, min(default or room, room)) if max_tokens is None else max_tokens
         if wanted > room:
-            more = "" if max_tokens is None else f" and max_tokens is {wanted}, {len(prompt) + wanted} in all"
+            more = "" if max_tokens is None else f" and {max_name} is {wanted}, {len(prompt) + wanted} in all"
             raise invalid(
                 f"this model's maximum context length is {limit} tokens: the prompt has {len(prompt)}{more}",
-                param="max_tokens" if len(prompt) < limit else param,
+                param=max_name if len(prompt) < limit else param,
                 code=CONTEXT_LENGTH_EXCEEDED,
             )
         return prompt, wanted
@@ -198,14 +198,13 @@ class Gateway:
 
 @dataclass(slots=True, kw_only=True)
 class Call:
-    """Identity of one HTTP request. `label` is what the client calls it, `ignored` are unknown fields.
+    """Identity of one HTTP request. `label` is what the client calls it.
 
     `traceparent` is its span, or the client's if it has none.
     """
 
     request_id: RequestId
     label: str
-    ignored: Sequence[str]
     traceparent: str
     model: str
     span: RequestSpan | None = None
@@ -224,30 +223,39 @@ class Call:
 
     def headers(self) -> dict[str, str]:
         """Headers of the response."""
-        headers = {
+        return {
             "x-request-id": self.label,
             "openai-processing-ms": str(round((time.monotonic() - self.started_s) * 1000)),
         }
-        if self.ignored:
-            headers["x-stageline-ignored"] = ", ".join(map(header_name, self.ignored))
-        return headers
 
 
 def json_response(body: Mapping[str, Any]) -> Response:
     return Response(orjson.dumps(body), media_type="application/json")
 
 
-async def read_fields(gateway: Gateway, request: Request, kind: type[_Body]) -> tuple[_Body, Sequence[str]]:
-    """Read the body; return its fields, and the names of those without effect. Raises ApiError."""
+async def read_fields(gateway: Gateway, request: Request, kind: type[_Body]) -> _Body:
+    """Read the body; return its fields. The response will name those without effect. Raises ApiError."""
     fields = await _read_fields(gateway, request, kind)
     if fields.model and fields.model not in gateway.names:
         raise unknown_model(short_name(fields.model), gateway.names[0])
     gateway.visitor.check_model(fields.model or gateway.names[0])
-    ignored = list(
-        check_fields(fields.model_extra, is_strict=gateway.config.strict_fields, known=kind.known_extra)
-    )
+    is_strict = gateway.config.strict_fields
+    unknown = check_fields(fields.model_extra, is_strict=is_strict, known=kind.known_extra)
+    ignored = [*unknown, *check_parts(fields.without_effect(), is_strict=is_strict)]
+    note_ignored(request, ignored)
     gateway.metrics.count_ignored(len(ignored))
-    return fields, ignored
+    return fields
+
+
+def note_ignored(request: Request, names: Iterable[str]) -> None:
+    """Remember what of a request has no effect."""
+    request.state.ignored = [*ignored_by(request), *map(header_name, names)]
+
+
+def ignored_by(request: Request) -> Sequence[str]:
+    """Return what the response names as ignored."""
+    names: Sequence[str] = getattr(request.state, "ignored", ())
+    return names
 
 
 async def _read_fields(gateway: Gateway, request: Request, kind: type[_Body]) -> _Body:
@@ -277,7 +285,7 @@ def _printable(label: str) -> str:
     return label if label.isascii() and label.isprintable() else ""
 
 
-def open_call(gateway: Gateway, request: Request, fields: GenerationFields, ignored: Sequence[str]) -> Call:
+def open_call(gateway: Gateway, request: Request, fields: GenerationFields) -> Call:
     """A UUIDv7 of the client is the request's id; any other text is a label beside a new id."""
     if fields.request_id:
         request.state.label = _printable(fields.request_id)
@@ -292,7 +300,6 @@ def open_call(gateway: Gateway, request: Request, fields: GenerationFields, igno
     return Call(
         request_id=request_id,
         label=label,
-        ignored=ignored,
         traceparent=_client_span(request) if span is None else span.traceparent,
         model=model,
         span=span,
@@ -314,7 +321,7 @@ def output_rules(
     """
     stops = fields.stops
     if stops:
-        gateway.require_codec("stop", "use stop_token_ids")
+        gateway.require_codec(fields.name_of("stop"), "use stop_token_ids")
     return OutputRules(
         gateway.codec,
         stops=stops,
@@ -330,15 +337,15 @@ def output_rules(
 class Submission:
     """A request for the coordinator: prompts with their maximum number of new tokens.
 
-    `prompt_field` is the client's name for the prompt. With `keep_s` its output is kept for others, together
-    with `client_state`.
+    `own_names` are the client's names for the coordinator's fields, where they differ. With `keep_s` its
+    output is kept for others, together with `client_state`.
     """
 
     spec: GenerationSpec
     prompts: Sequence[tuple[Sequence[int], int]]
     sampling: inference_pb2.SamplingParameters
     fields: GenerationFields
-    prompt_field: str
+    own_names: Mapping[str, str]
     client_state: bytes = b""
     keep_s: float | None = None
 
@@ -385,13 +392,10 @@ async def _submit_one(gateway: Gateway, call: Call, message: inference_pb2.Gener
 
 def _about_field(failure: UpstreamFailure, submission: Submission) -> ApiError:
     """The error of a field that the coordinator refused, under the client's name for it."""
-    names = {"prompt": submission.prompt_field}
-    if (structure := submission.sampling.WhichOneof("structured_output")) is not None:
-        names[structure] = submission.fields.structure or "tools"
-    text = failure.message
-    for name, own in names.items():
-        text = re.sub(rf"^{name}(?=:)|\b{name}(?=: structured)", own, text)
-    return invalid(text, param=names.get(failure.field, failure.field))
+    field = failure.field
+    own = submission.own_names.get(field) or submission.fields.name_of(field)
+    problem = failure.message.removeprefix(f"{field}: ")
+    return invalid(failure.message if problem == failure.message else f"{own}: {problem}", param=own)
 
 
 async def _cancel_all(tasks: Sequence[asyncio.Task[TokenStream]]) -> None:

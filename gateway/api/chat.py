@@ -45,11 +45,11 @@ class ChatRequest(ConversationFields):
 
 async def chat_completions(gateway: Gateway, request: Request) -> Response:
     """Answer a conversation."""
-    fields, ignored = await read_fields(gateway, request, ChatRequest)
+    fields = await read_fields(gateway, request, ChatRequest)
     fields.check_stream()
     if fields.top_logprobs is not None and not fields.logprobs:
         raise invalid("top_logprobs needs logprobs = true", param="top_logprobs")
-    call = open_call(gateway, request, fields, ignored)
+    call = open_call(gateway, request, fields)
     conversation = await prepare(
         gateway,
         fields,

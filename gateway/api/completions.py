@@ -11,7 +11,7 @@ from starlette.responses import Response
 from gateway.api.call import Call, Gateway, Submission, open_call, output_rules, read_fields, submit
 from gateway.api.errors import invalid
 from gateway.api.output_body import ChoiceText, chunk_usage, respond, usage_body
-from gateway.api.sampling import GenerationFields, NumLogprobs, sampling_message
+from gateway.api.sampling import GenerationFields, NumLogprobs, sampling_message, structure_names
 from gateway.api.sse import frame, while_connected
 from gateway.generation import Generation, GenerationSpec
 from gateway.output import Delta
@@ -47,9 +47,9 @@ class CompletionRequest(GenerationFields):
 
 async def completions(gateway: Gateway, request: Request) -> Response:
     """Complete one or several prompts."""
-    fields, ignored = await read_fields(gateway, request, CompletionRequest)
+    fields = await read_fields(gateway, request, CompletionRequest)
     fields.check_stream()
-    call = open_call(gateway, request, fields, ignored)
+    call = open_call(gateway, request, fields)
     submission = await _submission(gateway, fields)
     generation = await while_connected(request, submit(gateway, call, submission))
     writer = CompletionWriter(gateway, call, fields, generation)
@@ -75,7 +75,13 @@ async def _submission(gateway: Gateway, fields: CompletionRequest) -> Submission
         gateway.fit(ids, fields, param="prompt", max_tokens=fields.max_tokens, default=DEFAULT_MAX_TOKENS)
         for ids in prompts
     ]
-    return Submission(spec=spec, prompts=fitted, sampling=sampling, fields=fields, prompt_field="prompt")
+    return Submission(
+        spec=spec,
+        prompts=fitted,
+        sampling=sampling,
+        fields=fields,
+        own_names=structure_names(fields, sampling),
+    )
 
 
 def _check_number(num_prompts: int, num_choices: int) -> None:

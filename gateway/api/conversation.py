@@ -8,20 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
 from gateway.answers import AnswerRules, Answers
+from gateway.api.body import RequestBody
 from gateway.api.call import Gateway, Submission, output_rules
 from gateway.api.errors import invalid
-from gateway.api.sampling import GenerationFields, response_schema, sampling_message
+from gateway.api.sampling import GenerationFields, response_schema, sampling_message, structure_names
 from gateway.generation import Generation, GenerationSpec
 from gateway.output import OutputRules
 from gateway.parsers.answer import AnswerParser, ReasoningTags
 from gateway.parsers.conversation import (
     BadTools,
     ToolSelection,
+    function_index,
+    other_tools,
     read_tools,
     select_tools,
     template_messages,
@@ -61,7 +64,7 @@ class MessageFields(BaseModel):
     content: str | list[ChatPart] | None = None
 
 
-class TemplateFields(BaseModel):
+class TemplateFields(RequestBody):
     """Fields that decide how a conversation is rendered."""
 
     messages: list[MessageFields]
@@ -77,10 +80,21 @@ class ConversationFields(TemplateFields, GenerationFields):
     `tools` and `tool_choice` have OpenAI's forms for chat completions or for responses.
     """
 
+    schema_name: ClassVar[str] = "function.parameters"
+    """The API's name for the schema of a tool's arguments."""
+
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+
+    def without_effect(self) -> Sequence[str]:
+        return left_out_tools(self.tools)
+
+
+def left_out_tools(tools: Sequence[dict[str, Any]] | None) -> Sequence[str]:
+    """Return the tools that are no functions, by index, type and name."""
+    return list(map(str, other_tools(tools or ())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +126,7 @@ async def prepare(
 
     Raises ApiError.
     """
-    codec = gateway.require_codec("messages", "use /v1/completions with token ids")
+    codec = _require_codec(gateway, fields)
     sampling = sampling_message(fields, gateway.upstream.model.generation_config)
     if logprobs is not None:
         sampling.logprobs = logprobs
@@ -122,13 +136,23 @@ async def prepare(
     answer = await gateway.beside_loop(partial(_plan_answer, gateway.parsers, codec, fields, selection, ids))
     if answer.grammar is not None:
         sampling.grammar = answer.grammar
+    prompt_name = fields.name_of("messages")
+    tools_name = {"grammar": "tools"} if selection.is_required else {}
     spec = GenerationSpec(
         rules=rules, num_choices=fields.n or 1, wants_tokens=wants_tokens or logprobs is not None
     )
-    prompt = gateway.fit(ids, fields, param="messages", max_tokens=max_tokens)
+    prompt = gateway.fit(ids, fields, param=prompt_name, max_tokens=max_tokens)
     return Conversation(
         submission=Submission(
-            spec=spec, prompts=[prompt], sampling=sampling, fields=fields, prompt_field="messages"
+            spec=spec,
+            prompts=[prompt],
+            sampling=sampling,
+            fields=fields,
+            own_names={
+                "prompt": prompt_name,
+                **structure_names(fields, sampling, default="tools"),
+                **tools_name,
+            },
         ),
         rules=answer.rules,
     )
@@ -138,7 +162,7 @@ def read_rules(
     gateway: Gateway, fields: ConversationFields, prompt_end: Sequence[int]
 ) -> tuple[OutputRules, AnswerRules]:
     """Return how an answer is read, from the last tokens of its prompt. Raises ApiError."""
-    codec = gateway.require_codec("messages", "use /v1/completions with token ids")
+    codec = _require_codec(gateway, fields)
     selection, parsers = read_selection(fields.tools, fields.tool_choice), gateway.parsers
     output = output_rules(gateway, fields, kept_special_ids=_kept_ids(parsers, codec, selection))
     prompt = _prompt_text(parsers, codec, selection, prompt_end)
@@ -152,7 +176,7 @@ def read_selection(
     if (num_tools := len(tools or ())) > MAX_TOOLS:
         raise invalid(f"tools has {num_tools} entries, the limit is {MAX_TOOLS}", param="tools")
     try:
-        return select_tools(read_tools(tools or ()), choice)
+        return select_tools(read_tools(tools or ()), choice, other_tools(tools or ()))
     except BadTools as error:
         raise invalid(str(error), param=error.param) from None
 
@@ -161,13 +185,20 @@ async def encode_messages(
     gateway: Gateway, fields: TemplateFields, selection: ToolSelection = NO_TOOLS
 ) -> Sequence[int]:
     """Return the token ids of the rendered conversation. Raises ApiError."""
-    codec = gateway.require_codec("messages", "use /v1/completions with token ids")
+    codec = _require_codec(gateway, fields)
+    if not fields.messages:
+        name = fields.name_of("messages")
+        raise invalid(f"{name} is empty, at least 1 entry is needed", param=name)
     try:
         return await gateway.beside_loop(partial(_encode, gateway, codec, fields, selection))
     except BadTemplateVariable as error:
         raise invalid(str(error), param="chat_template_kwargs") from None
     except (ConversationError, TokenizerError) as error:
-        raise invalid(str(error), param="messages") from None
+        raise invalid(str(error), param=fields.name_of("messages")) from None
+
+
+def _require_codec(gateway: Gateway, fields: TemplateFields) -> TextCodec:
+    return gateway.require_codec(fields.name_of("messages"), "use /v1/completions with token ids")
 
 
 def _encode(
@@ -176,7 +207,8 @@ def _encode(
     messages: list[dict[str, Any]] = [
         _message(index, message) for index, message in enumerate(fields.messages)
     ]
-    gateway.check_text_size((joined(message["content"]) for message in messages), param="messages")
+    texts = (joined(message["content"]) for message in messages)
+    gateway.check_text_size(texts, param=fields.name_of("messages"))
     options = _template_options(gateway, fields, selection)
     _check_calls(messages)
     messages = template_messages(messages, has_short_ids=gateway.parsers.forced_format.has_short_ids)
@@ -317,18 +349,19 @@ def _grammar(
     selection: ToolSelection,
     prompt: str,
 ) -> str | None:
-    """The grammar of forced calls, or of a JSON answer beside calls or after reasoning."""
-    schema = response_schema(fields.response_format)
-    if schema is not None and selection.is_required:
-        raise invalid(
-            "response_format and a tool_choice that demands a call exclude each other", param="tool_choice"
-        )
+    """The grammar of forced calls, or of a JSON answer beside calls or after reasoning.
+
+    A form of the text has no effect where the answer is a call.
+    """
+    schema = None if selection.is_required else response_schema(fields.response_format)
     reasoning = _possible_reasoning(parsers, fields, prompt)
     is_mixed = schema is not None and bool(selection.tools or reasoning)
     if not selection.needs_grammar and not is_mixed:
         return None
-    if (other := fields.structure) is not None and other != "response_format":
-        raise invalid(f"{other} and tools that must be called exclude each other", param=other)
+    other = None if selection.is_required else fields.structure
+    if other is not None and other != "response_format":
+        name = fields.name_of(other)
+        raise invalid(f"{name} and tools with strict = true exclude each other", param=name)
     forced = ForcedCalls(
         tools=selection.tools,
         is_parallel=fields.parallel_tool_calls is not False,
@@ -341,8 +374,8 @@ def _grammar(
     try:
         return call_grammar(parsers.forced_format, forced)
     except UnenforceableSchema as error:
-        name = selection.tools[error.tool].name
-        index = [tool.name for tool in read_tools(fields.tools or ())].index(name)
-        raise invalid(str(error), param=f"tools[{index}].function.parameters") from None
+        index = function_index(fields.tools or (), selection.tools[error.tool].name)
+        raise invalid(str(error), param=f"tools[{index}].{fields.schema_name}") from None
     except ValueError as error:
-        raise invalid(str(error), param="response_format") from None
+        name = fields.name_of("response_format")
+        raise invalid(f"{name}: {error}", param=name) from None

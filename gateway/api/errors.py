@@ -1,8 +1,7 @@
 """Errors of the HTTP API: one table from gRPC statuses, one JSON shape."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
@@ -86,10 +85,12 @@ def invalid(message: str, *, param: str | None = None, code: str | None = None) 
     return ApiError(message, _KIND_OF_STATUS[grpc.StatusCode.INVALID_ARGUMENT], param=param, code=code)
 
 
-def http_error(status: int, message: str, headers: Mapping[str, str] | None = None) -> ApiError:
+def http_error(
+    status: int, message: str, headers: Mapping[str, str] | None = None, *, param: str | None = None
+) -> ApiError:
     """Make the error of an HTTP status, such as of an unknown path."""
     kind = _KIND_OF_HTTP.get(status) or ErrorKind(status, INVALID_REQUEST if status < 500 else "server_error")
-    return ApiError(message, kind, headers=headers)
+    return ApiError(message, kind, headers=headers, param=param)
 
 
 def unknown_model(name: str, served: str) -> ApiError:
@@ -129,16 +130,6 @@ def api_error(error: Exception) -> ApiError:
         kind = replace(kind, headers=NO_RETRY)
     code = kind.code or (error.reason.lower() if error.reason != "INVALID_REQUEST" else None)
     return ApiError(error.message, kind, code=code, param=error.field or None, headers=_retry_headers(error))
-
-
-@contextmanager
-def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
-    """Give errors the names that an API has for fields of a conversation."""
-    try:
-        yield
-    except ApiError as error:
-        error.body["param"] = names.get(error.body["param"] or "", error.body["param"])
-        raise
 
 
 def _retry_headers(error: UpstreamFailure) -> dict[str, str]:

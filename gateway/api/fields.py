@@ -4,7 +4,7 @@ Honoured fields are in the request classes; the tables are for all others. A fie
 served and reported in the header `x-stageline-ignored`, or refused with `--strict-fields`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,6 @@ REFUSED: Mapping[str, Refused] = {
     "function_call": Refused("use tool_choice", ("none", "auto")),
     "tools": Refused("use /v1/chat/completions", ([],)),
     "tool_choice": Refused("use /v1/chat/completions", ("none", "auto")),
-    "verbosity": Refused("no level of detail can be chosen", ("medium",)),
     "chat_template": Refused("start the gateway with --chat-template"),
     "documents": Refused("put the documents into messages", ([],)),
     "mm_processor_kwargs": Refused("the input is text", ({},)),
@@ -59,9 +58,18 @@ REFUSED: Mapping[str, Refused] = {
 """Fields of other servers that cannot be honoured. `null` and neutral values are accepted."""
 
 
+HINTS: Mapping[str, tuple[Any, ...]] = {"verbosity": ("medium",)}
+"""Wishes about the style that no served model understands, and values that ask for nothing.
+
+They are reported like unknown fields.
+"""
+
+
 MAX_EXTRA_FIELDS = 64
 """Fields beside the honoured ones; a client that sends more sends another format."""
 MAX_NAME_CHARACTERS = 64
+MAX_NAMED_PARTS = 32
+"""Parts of honoured fields that a response names as ignored."""
 
 
 def check_refused(given: Mapping[str, Any], table: Mapping[str, Refused]) -> None:
@@ -70,6 +78,22 @@ def check_refused(given: Mapping[str, Any], table: Mapping[str, Refused]) -> Non
         value = given.get(name)
         if value is not None and value not in refused.neutral:
             raise invalid(f"{name} is not supported: {refused.why}", param=name)
+
+
+def asks_nothing(hint: str, value: Any) -> bool:
+    """Whether a field of HINTS has a neutral value."""
+    return hint in HINTS and (value is None or value in HINTS[hint])
+
+
+def check_parts(parts: Sequence[str], *, is_strict: bool) -> Sequence[str]:
+    """Return what is shown of parts of fields without effect. Raises ApiError if strict for any."""
+    if parts and is_strict:
+        raise invalid(
+            f"{parts[0]} has no effect: leave it out, or start the gateway without --strict-fields",
+            param=parts[0].partition(" ")[0],
+        )
+    more = len(parts) - MAX_NAMED_PARTS
+    return [*parts[:MAX_NAMED_PARTS], *([f"{more} more"] if more > 0 else ())]
 
 
 def short_name(name: str) -> str:
@@ -95,7 +119,7 @@ def check_fields(
         raise invalid(f"the body has {len(extra)} unknown fields, the limit is {MAX_EXTRA_FIELDS}")
     ignored = []
     for name, value in (extra or {}).items():
-        if name in ACCEPTED or name in known:
+        if name in ACCEPTED or name in known or asks_nothing(name, value):
             continue
         if name in REFUSED:
             check_refused({name: value}, {name: REFUSED[name]})

@@ -99,23 +99,29 @@ class GenerationFields(RequestBody):
     def stops(self) -> tuple[str, ...]:
         """Stop strings. Raises ApiError for too many, and for empty and long ones."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        name = self.name_of("stop")
         if len(stops) > MAX_STOPS:
-            raise invalid(f"stop has {len(stops)} strings, must be in [0, {MAX_STOPS}]", param="stop")
+            raise invalid(f"{name} has {len(stops)} strings, must be in [0, {MAX_STOPS}]", param=name)
         for stop in stops:
             if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
                 raise invalid(
-                    f"stop has a string of {len(stop)} characters, must be in [1, {MAX_STOP_CHARACTERS}]",
-                    param="stop",
+                    f"{name} has a string of {len(stop)} characters, must be in [1, {MAX_STOP_CHARACTERS}]",
+                    param=name,
                 )
         return stops
 
     @property
     def structure(self) -> str | None:
-        """Name of the field that sets the form of the output's text. Raises ApiError for more than one."""
-        given = [name for name, _, value in _structures(self) if value is not None]
-        if len(given) > 1:
-            raise invalid(f"{' and '.join(given)} exclude each other: give one of them", param=given[1])
-        return given[0] if given else None
+        """Name of the field that sets the form of the output's text.
+
+        Fields with the same form are one, as clients send it under vLLM's older names, too. Raises ApiError
+        for several forms.
+        """
+        given = [(name, (kind, value)) for name, kind, value in _structures(self) if value is not None]
+        if len(given) > 1 and len({_comparable(*form) for _, form in given}) > 1:
+            names = [self.name_of(name) for name, _ in given]
+            raise invalid(f"{' and '.join(names)} exclude each other: give one of them", param=names[1])
+        return given[0][0] if given else None
 
     @property
     def includes_usage(self) -> bool:
@@ -202,6 +208,27 @@ def _set_structure(message: inference_pb2.SamplingParameters, fields: Generation
                 message.choice.texts.extend(value)
             case "grammar":
                 message.grammar = value
+
+
+def structure_names(
+    fields: GenerationFields, sampling: inference_pb2.SamplingParameters, *, default: str = ""
+) -> dict[str, str]:
+    """Return the client's name for the coordinator's field of structured output, or `default`."""
+    if (field := sampling.WhichOneof("structured_output")) is None:
+        return {}
+    return {field: default if fields.structure is None else fields.name_of(fields.structure)}
+
+
+def _comparable(kind: str, value: Any) -> tuple[str, str]:
+    """The same for each way to write a form: a schema may be JSON or its text.
+
+    The order of keys counts, since a schema's properties are written in their order.
+    """
+    is_text = kind == "json_schema" and isinstance(value, str)
+    try:
+        return kind, json.dumps(json.loads(value) if is_text else value)
+    except (ValueError, RecursionError):  # refused when it is compiled
+        return kind, value
 
 
 _ANY_OBJECT = {"type": "object"}

@@ -35,7 +35,7 @@ class DetokenizeRequest(RequestBody):
 
 async def tokenize(gateway: Gateway, request: Request) -> Response:
     """Return the token ids of a text or a conversation."""
-    fields, _ = await read_fields(gateway, request, TokenizeRequest)
+    fields = await read_fields(gateway, request, TokenizeRequest)
     codec = gateway.require_codec("prompt", "send token ids")
     if (fields.prompt is None) == (fields.messages is None):
         raise invalid("one of prompt and messages is needed", param="prompt")
@@ -69,7 +69,7 @@ def _template_fields(fields: TokenizeRequest) -> TemplateFields:
 
 async def detokenize(gateway: Gateway, request: Request) -> Response:
     """Return the text of tokens."""
-    fields, _ = await read_fields(gateway, request, DetokenizeRequest)
+    fields = await read_fields(gateway, request, DetokenizeRequest)
     codec = gateway.require_codec("tokens", "there is no text")
     try:
         text = await gateway.beside_loop(lambda: codec.decode(fields.tokens, skip_special_tokens=False))

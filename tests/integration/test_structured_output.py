@@ -89,7 +89,7 @@ async def test_a_grammar_resumes_after_a_preemption() -> None:
         ({"regex": "("}, "regex: "),
         ({"choice": []}, "choice"),
         ({"grammar": "start: nothing"}, "grammar: "),
-        ({"regex": "a+", "ignore_eos": True}, "ignore_eos with regex"),
+        ({"regex": "a+", "ignore_eos": True}, "ignore_eos excludes structured output"),
     ],
 )
 async def test_unsupported_options_are_rejected_by_name(

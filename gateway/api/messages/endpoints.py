@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from gateway.api.call import Gateway, json_response, open_call, read_fields, submit
 from gateway.api.conversation import encode_messages, prepare, read_selection
-from gateway.api.errors import ApiError, renamed_params
+from gateway.api.errors import ApiError
 from gateway.api.messages.fields import MessageRequest, PromptFields
 from gateway.api.messages.writer import MessageWriter, event
 from gateway.api.output_body import respond_whole
@@ -31,18 +31,15 @@ _TYPES = {
     OVERLOADED: "overloaded_error",
 }
 """By status; others are invalid requests, or errors of the server."""
-_PARAMS = {"stop": "stop_sequences", "response_format": "output_config.format"}
-"""Fields of a conversation by the names that they have here."""
 
 
 async def create_message(gateway: Gateway, request: Request) -> Response:
     """Answer a conversation."""
-    fields, ignored = await read_fields(gateway, request, MessageRequest)
+    fields = await read_fields(gateway, request, MessageRequest)
     chat = fields.chat_fields()
-    call = open_call(gateway, request, fields, ignored)
-    with renamed_params(_PARAMS):
-        conversation = await while_connected(request, prepare(gateway, chat, max_tokens=fields.max_tokens))
-        generation = await while_connected(request, submit(gateway, call, conversation.submission))
+    call = open_call(gateway, request, fields)
+    conversation = await while_connected(request, prepare(gateway, chat, max_tokens=fields.max_tokens))
+    generation = await while_connected(request, submit(gateway, call, conversation.submission))
     answers = conversation.answers(generation, id_text(call.request_id))
     writer = MessageWriter(call, answers, generation.usage)
     if fields.stream:
@@ -57,7 +54,7 @@ async def create_message(gateway: Gateway, request: Request) -> Response:
 
 async def count_message_tokens(gateway: Gateway, request: Request) -> Response:
     """Count the tokens of a conversation."""
-    fields, _ = await read_fields(gateway, request, PromptFields)
+    fields = await read_fields(gateway, request, PromptFields)
     chat = fields.chat_fields()
     selection = read_selection(chat.tools, chat.tool_choice)
     ids = await while_connected(request, encode_messages(gateway, chat, selection))

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.api.conversation import ConversationFields, MessageFields
+from gateway.api.conversation import ConversationFields, MessageFields, left_out_tools
 from gateway.api.errors import invalid
 from gateway.api.fields import Refused, check_refused
 from gateway.api.sampling import GenerationFields, JsonSchema, ResponseFormat
@@ -35,6 +35,8 @@ ACCEPTED: Mapping[str, str] = {
 
 _ROLES = ("assistant", "system", "developer")
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+OWN_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+"""Names of fields that a conversation of chat completions names otherwise."""
 Block = Mapping[str, Any]
 Message = dict[str, Any]
 
@@ -74,6 +76,13 @@ class OutputConfig(BaseModel):
     format: OutputFormat | None = None
 
 
+class MessageConversation(ConversationFields):
+    """The conversation of a message, whose errors have Anthropic's names."""
+
+    own_names = OWN_NAMES
+    schema_name = "input_schema"
+
+
 class PromptFields(GenerationFields):
     """Body of a request for the number of tokens of a conversation."""
 
@@ -102,9 +111,12 @@ class PromptFields(GenerationFields):
             "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
             "continue_final_message": _is_prefilled(messages),
         }
-        return ConversationFields(
+        return MessageConversation(
             messages=[MessageFields(**message) for message in messages], **{**sampling, **more}
         )
+
+    def without_effect(self) -> Sequence[str]:
+        return left_out_tools([_tool(index, tool) for index, tool in enumerate(self.tools or ())])
 
     def _stop_sequences(self) -> list[str] | None:
         return None
@@ -152,11 +164,12 @@ def _is_prefilled(messages: Sequence[Message]) -> bool:
 
 
 def _tool(index: int, tool: Block) -> dict[str, Any]:
-    """Return a tool in the form of chat completions. Raises ApiError."""
+    """Return a tool in the form of chat completions; Anthropic's own tools stay. Raises ApiError."""
     param = f"tools[{index}]"
-    if tool.get("type") not in (None, "custom") or "input_schema" not in tool:
-        kind = str(tool.get("type"))[:60]
-        raise invalid(f"{param} is of type {kind!r}: only tools with an input_schema are served", param=param)
+    if tool.get("type") not in (None, "custom"):
+        return dict(tool)
+    if "input_schema" not in tool:
+        raise invalid(f"{param} has no input_schema, the JSON schema of its input", param=param)
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.call import Call, Gateway, json_response, open_call, read_fields, submit
-from gateway.api.conversation import Conversation, prepare
-from gateway.api.errors import ApiError, invalid, renamed_params
-from gateway.api.responses.fields import Item, ResponseRequest, chat_messages, input_items
-from gateway.api.responses.reading import ResponseReading, as_not_found, new_reading, observe
+from gateway.api.conversation import (
+    Conversation,
+    ConversationFields,
+    encode_messages,
+    prepare,
+    read_selection,
+)
+from gateway.api.errors import ApiError, invalid
+from gateway.api.responses.earlier import InputItems, identified_items, read_input
+from gateway.api.responses.fields import ResponseRequest, chat_messages
+from gateway.api.responses.reading import ResponseReading, as_not_found, look, new_reading, observe
 from gateway.api.responses.stored import ResponseId, StoredResponse, not_found, parse_response_id
 from gateway.api.responses.writer import ALL_EVENTS, NO_EVENTS, to_json
 from gateway.api.sse import EventStream, while_connected
@@ -25,18 +31,15 @@ PROMPT_TAIL_TOKENS = 64
 """Tokens of the prompt that the output continues: characters, and the tag that opens the reasoning."""
 MAX_LISTED = 100
 DEFAULT_LISTED = 20
-_PARAMS = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
-"""Fields of a conversation by the names that they have here."""
 
 
 async def create_response(gateway: Gateway, request: Request) -> Response:
     """Answer an input; in the background, or while the client waits."""
-    fields, ignored = await read_fields(gateway, request, ResponseRequest)
+    fields = await read_fields(gateway, request, ResponseRequest)
     fields.check()
-    call = open_call(gateway, request, fields, ignored)
-    with renamed_params(_PARAMS):
-        conversation, stored = await while_connected(request, _prepare(gateway, call, fields))
-        generation = await while_connected(request, submit(gateway, call, conversation.submission))
+    call = open_call(gateway, request, fields)
+    conversation, stored = await while_connected(request, _prepare(gateway, call, fields))
+    generation = await while_connected(request, submit(gateway, call, conversation.submission))
     stream = generation.prompts[0].stream
     identity = ResponseId(call.request_id, stream.secret if fields.is_stored else "")
     if fields.background:
@@ -59,6 +62,19 @@ async def create_response(gateway: Gateway, request: Request) -> Response:
     return _body(reading, call.headers())
 
 
+async def count_input_tokens(gateway: Gateway, request: Request) -> Response:
+    """Count the tokens of a response's input."""
+    fields = await read_fields(gateway, request, ResponseRequest)
+    fields.check()
+    num_tokens = await while_connected(request, _count_tokens(gateway, fields))
+    return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
+async def _count_tokens(gateway: Gateway, fields: ResponseRequest) -> int:
+    chat = await _conversation(gateway, fields, await read_input(gateway, fields))
+    return len(await encode_messages(gateway, chat, read_selection(chat.tools, chat.tool_choice)))
+
+
 async def retrieve_response(gateway: Gateway, request: Request) -> Response:
     """Return a response as it is now, or its events from `starting_after` on."""
     identity, query = parse_response_id(request.path_params["response_id"]), request.query_params
@@ -70,7 +86,7 @@ async def retrieve_response(gateway: Gateway, request: Request) -> Response:
         return await while_connected(
             request, _events(gateway, identity, after=ALL_EVENTS if after is None else after)
         )
-    return _body(await while_connected(request, _look(gateway, identity)))
+    return _body(await while_connected(request, look(gateway, identity)))
 
 
 async def cancel_response(gateway: Gateway, request: Request) -> Response:
@@ -83,7 +99,7 @@ async def cancel_response(gateway: Gateway, request: Request) -> Response:
             "only a response of the background is cancelled: close the connection", param="background"
         )
     await reading.stream.cancel()
-    return _body(await _look(gateway, identity))
+    return _body(await look(gateway, identity))
 
 
 async def delete_response(gateway: Gateway, request: Request) -> Response:
@@ -111,12 +127,8 @@ async def list_input_items(gateway: Gateway, request: Request) -> Response:
     identity, query = parse_response_id(request.path_params["response_id"]), request.query_params
     reading = await observe(gateway, identity, after=NO_EVENTS)
     reading.stream.detach()
-    given = reading.stored.request.input
-    if given is None:
+    if (items := identified_items(reading)) is None:
         raise not_found()
-    items = [
-        _with_id(item, f"in_{identity.request_id.hex()}_{n}") for n, item in enumerate(input_items(given))
-    ]
     if _one_of(query.get("order"), "order", "desc", "asc") == "desc":
         items.reverse()
     limit = _count(query.get("limit"), "limit", least=1) or DEFAULT_LISTED
@@ -135,11 +147,8 @@ async def _prepare(
     gateway: Gateway, call: Call, fields: ResponseRequest
 ) -> tuple[Conversation, StoredResponse]:
     """Render the conversation, and write down what the response is written from. Raises ApiError."""
-    earlier = await _earlier_items(gateway, fields.previous_response_id)
-    items = [*earlier, *input_items("" if fields.input is None else fields.input)]
-    chat = await gateway.beside_loop(
-        lambda: fields.chat_fields(chat_messages(fields.instructions, items, first=len(earlier)))
-    )
+    given = await read_input(gateway, fields)
+    chat = await _conversation(gateway, fields, given)
     conversation = await prepare(
         gateway,
         chat,
@@ -154,41 +163,12 @@ async def _prepare(
         prompt_tail=list(prompt[-PROMPT_TAIL_TOKENS:]),
         temperature=submission.sampling.temperature,
         top_p=submission.sampling.top_p if submission.sampling.HasField("top_p") else 1.0,
-        request=fields.model_copy(update={"input": items if earlier else fields.input}),
+        request=fields.model_copy(update={"input": given.items}),
     )
     if fields.is_stored:
         state = await gateway.beside_loop(stored.encode)
         submission = replace(submission, client_state=state, keep_s=gateway.config.response_keep_s)
     return replace(conversation, submission=submission), stored
-
-
-async def _earlier_items(gateway: Gateway, previous: str | None) -> Sequence[Item]:
-    """Input and output of the previous response. Raises ApiError."""
-    if previous is None:
-        return ()
-    try:
-        reading = await _look(gateway, parse_response_id(previous))
-    except ApiError as error:
-        raise invalid(str(error), param="previous_response_id", code="previous_response_not_found") from None
-    if not reading.writer.is_over:
-        raise invalid("the previous response is in progress", param="previous_response_id")
-    given = reading.stored.request.input
-    if given is None:
-        raise invalid(
-            "the previous response was too long to keep its input: send all items as input",
-            param="previous_response_id",
-        )
-    return [*input_items(given), *reading.writer.items]
-
-
-async def _look(gateway: Gateway, identity: ResponseId) -> ResponseReading:
-    """Read what there is of a response now. Raises ApiError, UpstreamFailure."""
-    reading = await observe(gateway, identity, after=NO_EVENTS)
-    try:
-        await reading.look()
-    finally:
-        reading.stream.detach()
-    return reading
 
 
 async def _events(
@@ -207,12 +187,15 @@ async def _events(
     return EventStream(reading.events(), close=leave, headers=headers)
 
 
+async def _conversation(gateway: Gateway, fields: ResponseRequest, given: InputItems) -> ConversationFields:
+    """Return the conversation of a request. Raises ApiError."""
+    return await gateway.beside_loop(
+        lambda: fields.chat_fields(chat_messages(fields.instructions, given.items, first=given.num_earlier))
+    )
+
+
 def _body(reading: ResponseReading, headers: Mapping[str, str] | None = None) -> Response:
     return Response(to_json(reading.writer.body()), headers=headers, media_type="application/json")
-
-
-def _with_id(item: Item, identity: str) -> dict[str, Any]:
-    return {"type": "message", "id": identity, **item}
 
 
 def _count(text: str | None, name: str, *, least: int) -> int | None:

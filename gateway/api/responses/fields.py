@@ -5,15 +5,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.api.conversation import ConversationFields, MessageFields
+from gateway.api.conversation import ConversationFields, MessageFields, left_out_tools
 from gateway.api.errors import invalid
-from gateway.api.fields import Refused, check_refused
+from gateway.api.fields import Refused, asks_nothing, check_refused
 from gateway.api.sampling import GenerationFields, JsonSchema, NumLogprobs, ResponseFormat
 from text.chat_template import PARTS_BETWEEN
 
 WITH_LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (WITH_LOGPROBS, "reasoning.encrypted_content")
 """Values of `include`; reasoning is sent as text, so that there is nothing to encrypt."""
+OF_BUILT_IN_TOOLS = (
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
+"""Values of `include` without effect, since no such item is ever part of a response."""
 MAX_LABELS = 16
 MAX_LABEL_CHARACTERS = (64, 512)
 
@@ -41,6 +50,14 @@ ACCEPTED: Mapping[str, str] = {
     "access_programs": "there are none",
 }
 """Fields without effect beside the list of `gateway.api.fields`, and why."""
+
+OWN_NAMES = {
+    "messages": "input",
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Names of fields that a conversation of chat completions names otherwise."""
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 _ROLES = ("user", "assistant", "system", "developer")
@@ -73,6 +90,13 @@ class ReasoningFields(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     effort: str | None = None
+
+
+class ResponseConversation(ConversationFields):
+    """The conversation of a response, whose errors have the names of this API."""
+
+    own_names = OWN_NAMES
+    schema_name = "parameters"
 
 
 class ResponseRequest(GenerationFields):
@@ -109,20 +133,25 @@ class ResponseRequest(GenerationFields):
         self.check_stream()
         check_refused({**self.__dict__, **(self.model_extra or {})}, REFUSED)
         for index, name in enumerate(self.include or ()):
-            if name not in INCLUDABLE:
+            if name not in (*INCLUDABLE, *OF_BUILT_IN_TOOLS):
                 raise invalid(
                     f"include[{index}] is {name[:60]!r}, must be one of {', '.join(INCLUDABLE)}",
                     param=f"include[{index}]",
                 )
         if self.background and not self.is_stored:
             raise invalid("background needs store = true: its response is retrieved", param="background")
-        if self.text is not None and self.text.verbosity not in (None, "medium"):
-            raise invalid(
-                "text.verbosity is not supported: no level of detail can be chosen", param="text.verbosity"
-            )
         if self.input is None:
             raise invalid("input is missing: a text, or a list of items", param="input")
         self._check_metadata()
+
+    def without_effect(self) -> Sequence[str]:
+        verbosity = None if self.text is None else self.text.verbosity
+        included = enumerate(self.include or ())
+        return [
+            *left_out_tools(self.tools),
+            *(f"include[{index}] ({name})" for index, name in included if name in OF_BUILT_IN_TOOLS),
+            *(() if asks_nothing("verbosity", verbosity) else ("text.verbosity",)),
+        ]
 
     def text_form(self) -> ResponseFormat | None:
         """`text.format` as chats have it. Raises ApiError."""
@@ -145,7 +174,7 @@ class ResponseRequest(GenerationFields):
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
-        return ConversationFields(
+        return ResponseConversation(
             messages=[MessageFields(**message) for message in messages], **{**sampling, **more}
         )
 
@@ -170,6 +199,12 @@ def input_items(given: str | Sequence[Item]) -> list[Item]:
     return list(given)
 
 
+def is_reference(item: Item) -> bool:
+    """Whether an item stands for a stored one; its type may be missing."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "role" not in item and "id" in item)
+
+
 def chat_messages(instructions: str | None, items: Sequence[Item], *, first: int = 0) -> list[Message]:
     """Return the messages of a conversation. Raises ApiError that names the item; `first` is one before.
 
@@ -183,7 +218,7 @@ def chat_messages(instructions: str | None, items: Sequence[Item], *, first: int
 
 
 def _add_item(messages: list[Message], item: Item, param: str) -> None:
-    match item.get("type", "message"):
+    match item.get("type") or "message":
         case "message":
             _add_message(messages, item, param)
         case "reasoning":
@@ -191,11 +226,11 @@ def _add_item(messages: list[Message], item: Item, param: str) -> None:
             if text:
                 _assistant(messages, "content", "tool_calls", "reasoning_content")["reasoning_content"] = text
         case "function_call":
-            function = {name: _string(item, name, param) for name in ("name", "arguments")}
-            call = {"id": _string(item, "call_id", param), "type": "function", "function": function}
+            function = {name: string_of(item, name, param) for name in ("name", "arguments")}
+            call = {"id": string_of(item, "call_id", param), "type": "function", "function": function}
             _assistant(messages).setdefault("tool_calls", []).append(call)
         case "function_call_output":
-            call_id = _string(item, "call_id", param)
+            call_id = string_of(item, "call_id", param)
             content = _text(item.get("output"), f"{param}.output")
             messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         case other:
@@ -245,7 +280,8 @@ def _part_texts(parts: Sequence[Any], param: str) -> Iterator[str]:
         yield text
 
 
-def _string(item: Item, name: str, param: str) -> str:
+def string_of(item: Item, name: str, param: str) -> str:
+    """Return a text of an item. Raises ApiError."""
     value = item.get(name)
     if not isinstance(value, str):
         raise invalid(f"{param}.{name} is {str(value)[:60]!r}, must be a text", param=f"{param}.{name}")

@@ -13,7 +13,7 @@ from gateway.api.call import Gateway
 from gateway.api.conversation import read_rules
 from gateway.api.errors import ApiError, api_error
 from gateway.api.responses.stored import ResponseId, StoredResponse, decode_stored, not_found
-from gateway.api.responses.writer import ALL_EVENTS, ResponseRules, ResponseWriter
+from gateway.api.responses.writer import ALL_EVENTS, NO_EVENTS, ResponseRules, ResponseWriter
 from gateway.spans import OutputTimes, RequestSpan
 from gateway.upstream.contract import ChoiceEnd, Tokens, TokenStream, UpstreamFailure
 from stageline_rpc.v1.inference_pb2 import FINISH_REASON_LENGTH
@@ -142,3 +142,13 @@ def new_reading(
     rules = ResponseRules(*read_rules(gateway, stored.request.chat_fields(()), stored.prompt_tail))
     writer = ResponseWriter(identity, stored, rules, gateway.logprobs, after=after)
     return ResponseReading(gateway, stream, stored, writer, span)
+
+
+async def look(gateway: Gateway, identity: ResponseId) -> ResponseReading:
+    """Read what there is of a response now. Raises ApiError, UpstreamFailure."""
+    reading = await observe(gateway, identity, after=NO_EVENTS)
+    try:
+        await reading.look()
+    finally:
+        reading.stream.detach()
+    return reading

@@ -14,9 +14,11 @@ from wire.ids import RequestId, id_text
 
 MAX_STATE_BYTES = 256 * 1024
 """The coordinator's limit of `client_state`."""
-_ID = re.compile(r"resp_([0-9a-f]{32})([A-Za-z0-9_-]{32,128})")
-
-
+_PREFIX = "resp_"
+_ID = re.compile(rf"{_PREFIX}([0-9a-f]{{32}})([A-Za-z0-9_-]{{32,128}})")
+_ITEM_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})([A-Za-z0-9_-]{32,128})_[0-9]{1,6}")
+INPUT_ITEM = "in"
+"""Kind of items whose client gave them no id."""
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
 
 
@@ -28,11 +30,16 @@ class ResponseId:
     secret: str = field(repr=False)
 
     def __str__(self) -> str:
-        return f"resp_{self.request_id.hex()}{self.secret}"
+        return f"{_PREFIX}{self.request_id.hex()}{self.secret}"
 
     @property
     def request(self) -> str:
         return id_text(self.request_id)
+
+
+def is_response_id(text: str) -> bool:
+    """Whether a text has the form of an id of a response."""
+    return _ID.fullmatch(text) is not None
 
 
 def parse_response_id(text: str) -> ResponseId:
@@ -40,6 +47,20 @@ def parse_response_id(text: str) -> ResponseId:
     if (found := _ID.fullmatch(text)) is None:
         raise not_found()
     return ResponseId(RequestId(bytes.fromhex(found[1])), found[2])
+
+
+def item_id(kind: str, response_id: str, index: int) -> str:
+    """Return the id of an item. It has the secret of its response, so that whoever has it may read the item.
+
+    Items of responses that are not stored have none.
+    """
+    return f"{kind}_{response_id.removeprefix(_PREFIX)}_{index}"
+
+
+def response_of_item(text: str) -> ResponseId | None:
+    """Return the id of the response that an item is of; None for an id of another form."""
+    found = _ITEM_ID.fullmatch(text)
+    return None if found is None else ResponseId(RequestId(bytes.fromhex(found[1])), found[2])
 
 
 def not_found() -> ApiError:

@@ -17,7 +17,7 @@ import orjson
 
 from gateway.answers import AnswerRules, Answers
 from gateway.api.logprobs import LogprobWriter
-from gateway.api.responses.stored import StoredResponse
+from gateway.api.responses.stored import StoredResponse, item_id
 from gateway.generation import UsageCounts
 from gateway.output import ChoiceOutput, OutputRules
 from gateway.parsers.events import Content, ParserEvent, Reasoning, ToolCallArguments, ToolCallStart
@@ -86,7 +86,7 @@ class ResponseWriter:
         *,
         after: int = ALL_EVENTS,
     ) -> None:
-        self._identity, self._stored = identity, stored
+        self.identity, self._stored = identity, stored
         self._counts = UsageCounts()
         self._output = ChoiceOutput(0, rules.output, stored.prompt_tail)
         self._answers = Answers(rules.answer, self._counts, 1, identity[5:37])  # without the secret
@@ -169,7 +169,7 @@ class ResponseWriter:
         """The response as it is now."""
         request, stored = self._stored.request, self._stored
         return {
-            "id": self._identity,
+            "id": self.identity,
             "object": "response",
             "created_at": stored.created,
             "status": self._status.value,
@@ -248,7 +248,7 @@ class ResponseWriter:
         self._emit("response.content_part.added", content_index=0, part=dict(part))
 
     def _open_item(self, kind: _Kind, body: Mapping[str, Any]) -> _OpenItem:
-        identity = f"{kind.value}_{self._identity[5:37]}_{len(self._items)}"
+        identity = item_id(kind.value, self.identity, len(self._items))
         item = self._open = _OpenItem(kind, {"id": identity, **body, "status": "in_progress"})
         self._emit_item("response.output_item.added", item.body)
         return item

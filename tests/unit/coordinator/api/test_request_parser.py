@@ -327,7 +327,7 @@ def test_structured_output_is_rejected_where_no_grammar_is_served(kind: str) -> 
 @pytest.mark.parametrize("kind", STRUCTURES)
 def test_structured_output_with_ignored_eos_is_rejected(kind: str) -> None:
     text = refusal(request_with(ignore_eos=True, **{kind: STRUCTURES[kind]}))
-    assert text == f"ignore_eos with {kind}: structured output ends with an end-of-sequence token"
+    assert text == "ignore_eos excludes structured output, which ends with an end-of-sequence token"
 
 
 # Nothing is ignored

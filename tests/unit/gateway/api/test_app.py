@@ -22,7 +22,7 @@ async def test_the_model_is_listed_under_all_names() -> None:
         assert one.json() == listed["data"][1]
         for name in ("mine", "org/mine", ""):
             response = await served.client.post("/v1/completions", json={"prompt": "a", "model": name})
-            assert response.json()["model"] == name or "mine"
+            assert response.json()["model"] == (name or "mine")
         assert (await served.client.get("/v1/models/tiny")).status_code == 404
 
 
@@ -127,9 +127,47 @@ async def test_the_schema_describes_every_path_and_field() -> None:
 
 async def test_a_wrong_method_names_those_of_the_path() -> None:
     async with serve() as served:
-        for path, methods in (("/v1/responses/0", "DELETE, GET, HEAD"), ("/v1/completions", "POST")):
+        one = f"/v1/responses/resp_{'0' * 64}"
+        for path, methods in ((one, "DELETE, GET, HEAD"), ("/v1/completions", "POST")):
             response = await served.client.options(path)
             assert (response.status_code, response.headers["allow"]) == (405, methods)
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("/v1/embeddings", "embeddings"),
+        ("/embeddings", "embeddings"),
+        ("/v1/files", "files"),
+        ("/v1/files/file-1/content", "files"),
+        ("/v1/batches", "batches"),
+        ("/v1/audio/speech", "audio"),
+        ("/v1/images/generations", "images"),
+        ("/v1/moderations", "moderations"),
+        ("/v2/rerank", "reranking"),
+        ("/v1/fine_tuning/jobs", "fine-tuning"),
+        ("/v1/assistants", "assistants"),
+        ("/v1/vector_stores/vs_1/search", "vector stores"),
+        ("/v1/responses/compact", "other calls of responses"),
+        ("/v1/messages/batches", "batches"),
+        ("/v1/chat/completions/chatcmpl-1", "stored chat completions"),
+    ],
+)
+async def test_paths_of_other_servers_say_what_is_not_served(path: str, what: str) -> None:
+    async with serve() as served:
+        response = await served.client.post(path, json={"input": "a"})
+        assert response.status_code == 404, response.text
+        error = response.json()["error"]
+        assert f"POST {path}: {what}" in error["message"] and "not served" in error["message"]
+        assert error["type"] == "not_found_error"
+        assert "allow" not in response.headers
+
+
+@pytest.mark.parametrize("path", ["/v1/none", "/v1", "/v1/completions/", "/v2/chat"])
+async def test_other_unknown_paths_are_not_found(path: str) -> None:
+    async with serve() as served:
+        response = await served.client.post(path, json={})
+        assert (response.status_code, response.json()["error"]["message"]) == (404, f"POST {path}: not found")
 
 
 async def test_every_answer_has_an_id_and_names_what_it_ignored() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -188,9 +189,9 @@ async def test_values_out_of_range_are_refused_by_name(body: dict[str, Any], par
         (
             {"guided_regex": "a", "ignore_eos": True},
             "ignore_eos",
-            "ignore_eos with regex: structured output ends",
+            "ignore_eos excludes structured output",
             "ignore_eos",
-            "ignore_eos with guided_regex: structured output ends",
+            "ignore_eos excludes structured output",
         ),
     ],
 )
@@ -272,3 +273,78 @@ def test_the_fake_model_is_the_one_that_limits_are_tested_with() -> None:
 def test_each_number_of_sampling_is_a_field_of_every_request_that_generates(number: SamplingNumber) -> None:
     field = GenerationFields.model_fields[number.name]
     assert (field.annotation, field.default) == (float | None, None)
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"structured_outputs": {"grammar": 'start: "a"'}, "guided_grammar": 'start: "a"'},
+        {"structured_outputs": {"regex": "[0-9]"}, "guided_regex": "[0-9]"},
+        {"structured_outputs": {"choice": ["a", "b"]}, "guided_choice": ["a", "b"]},
+        {"structured_outputs": {"json": SCHEMA}, "guided_json": json.dumps(SCHEMA)},
+        {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
+            "guided_json": SCHEMA,
+        },
+    ],
+)
+async def test_equal_forms_under_several_names_are_one(body: dict[str, Any]) -> None:
+    async with serve() as served:
+        for given in (body, dict([next(iter(body.items()))])):
+            response = await served.client.post(PATH, json={"prompt": "a", **given})
+            assert response.status_code == 200, response.text
+        both, one = (stream.request.sampling for stream in served.upstream.streams)
+        assert both == one and both.WhichOneof("structured_output") is not None
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a"}, "guided_grammar": "a"}, "guided_grammar"),
+        ({"structured_outputs": {"json": True}, "guided_json": {"minimum": 1}}, "guided_json"),
+        (
+            {"structured_outputs": {"json": SCHEMA}, "guided_json": "{" * 2000},
+            "guided_json",
+        ),
+        (
+            {
+                "guided_json": SCHEMA,
+                "structured_outputs": {"json": {**SCHEMA, "properties": {"a": {}, "b": {}}}},
+            },
+            "guided_json",
+        ),
+    ],
+)
+async def test_different_forms_exclude_each_other(body: dict[str, Any], param: str) -> None:
+    async with serve() as served:
+        response = await served.client.post(PATH, json={"prompt": "a", **body})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert "exclude each other" in response.json()["error"]["message"]
+
+
+async def test_a_wish_for_the_style_is_named_as_ignored() -> None:
+    async with serve() as served:
+        messages = [{"role": "user", "content": "hi"}]
+        for verbosity, named in (("low", "verbosity"), ("high", "verbosity"), ("medium", None), (None, None)):
+            body = {"messages": messages, "verbosity": verbosity}
+            response = await served.client.post("/v1/chat/completions", json=body)
+            assert (response.status_code, response.headers.get("x-stageline-ignored")) == (200, named)
+
+
+async def test_every_path_with_a_body_names_what_it_ignored() -> None:
+    async with serve() as served:
+        messages = [{"role": "user", "content": "hi"}]
+        for path, body in (
+            ("/tokenize", {"prompt": "a"}),
+            ("/detokenize", {"tokens": [1]}),
+            ("/v1/messages/count_tokens", {"messages": messages}),
+            ("/v1/responses/input_tokens", {"input": "a"}),
+        ):
+            response = await served.client.post(path, json={**body, "colour": "red"})
+            assert (response.status_code, response.headers.get("x-stageline-ignored")) == (200, "colour"), (
+                path
+            )

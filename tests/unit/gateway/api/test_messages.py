@@ -214,7 +214,7 @@ async def test_tokens_are_counted_as_they_are_sent() -> None:
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ({"system": [{"type": "document"}]}, "system[0] is of type 'document'"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0] is of type 'bash_20250124'"),
+        ({"tools": [{"name": "bash"}]}, "tools[0] has no input_schema"),
         ({"tools": TOOLS, "tool_choice": {"type": "sometimes"}}, "tool_choice.type"),
         ({"tools": TOOLS, "tool_choice": {"type": ["any"]}}, "tool_choice.type"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "nobody"}}, "'nobody'"),
@@ -296,3 +296,50 @@ async def test_an_unknown_model_is_not_found() -> None:
     async with serve() as served:
         response = await served.client.post(PATH, json={"model": "x", "max_tokens": 5, "messages": HELLO})
         assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
+
+
+async def test_tools_of_the_server_are_left_out_and_named() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+    shell = {"type": "bash_20250124", "name": "bash"}
+    body = {"max_tokens": 5, "messages": HELLO, "tools": [search, *TOOLS, shell]}
+    named = f"tools[0] (web_search_20250305 web_search), tools[{len(TOOLS) + 1}] (bash_20250124 bash)"
+    async with serve(tool_parser="hermes") as served:
+        for path in (PATH, f"{PATH}/count_tokens"):
+            response = await served.client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            assert response.headers["x-stageline-ignored"] == named
+        demanded = {**body, "tool_choice": {"type": "tool", "name": "web_search"}}
+        response = await served.client.post(PATH, json=demanded)
+        text = "tool_choice demands tools[0] (web_search_20250305 web_search): only functions are served"
+        assert (response.status_code, response.json()["error"]["message"]) == (400, text)
+        alone = {**body, "tools": [search], "tool_choice": {"type": "any"}}
+        response = await served.client.post(PATH, json=alone)
+        assert (response.status_code, response.json()["error"]["message"]) == (400, text)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop_sequences": ["x"] * 200}, "stop_sequences"),
+        (
+            {
+                "tools": [{"name": "f", "strict": True, "input_schema": {"type": "object", "not": {}}}],
+            },
+            "tools[0].input_schema",
+        ),
+        (
+            {
+                "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+                "guided_regex": "a",
+            },
+            "guided_regex",
+        ),
+    ],
+)
+async def test_errors_have_the_names_of_the_clients_fields(body: dict[str, Any], param: str) -> None:
+    async with serve(tool_parser="hermes") as served:
+        response = await served.client.post(PATH, json={"max_tokens": 5, "messages": HELLO, **body})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert "stop has" not in error["message"] and "response_format" not in error["message"]

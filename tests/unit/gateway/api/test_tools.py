@@ -253,13 +253,11 @@ async def test_markers_that_are_special_tokens_reach_the_parser() -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
+        ({"tools": [{"type": 5}]}, "tools[0]"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1]"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": "required", "guided_regex": "a+"}, "guided_regex"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
     ],
@@ -275,3 +273,52 @@ async def test_completions_have_no_tools() -> None:
     async with serve() as served:
         response = await served.client.post("/v1/completions", json={"prompt": "hi", "tools": TOOLS})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
+async def test_tools_that_are_no_functions_are_left_out_and_named() -> None:
+    custom = {"type": "custom", "custom": {"name": "patch"}}
+    async with serve(tool_parser="hermes") as served:
+        body = {"messages": HELLO, "tools": [custom, *TOOLS]}
+        response = await served.client.post(PATH, json=body)
+        assert response.status_code == 200, response.text
+        assert response.headers["x-stageline-ignored"] == "tools[0] (custom patch)"
+        demanded = await served.client.post(PATH, json={**body, "tool_choice": custom})
+        error = demanded.json()["error"]
+        assert (demanded.status_code, error["param"]) == (400, "tool_choice")
+        assert error["message"] == "tool_choice demands tools[0] (custom patch): only functions are served"
+
+
+async def test_the_index_of_a_schema_counts_tools_that_are_left_out() -> None:
+    strict = {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}
+    async with serve(tool_parser="hermes") as served:
+        tools = [{"type": "retrieval"}, {"type": "function", "function": strict}]
+        response = await served.client.post(PATH, json={"messages": HELLO, "tools": tools})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "tools[1].function.parameters")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"guided_regex": "a+"},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"choice": ["a"]}},
+    ],
+)
+async def test_a_form_of_the_text_has_no_effect_where_a_call_is_forced(form: dict[str, Any]) -> None:
+    async with serve(tool_parser="hermes") as served:
+        forced = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
+        grammars = []
+        for more in ({}, form):
+            response = await served.client.post(PATH, json={**forced, **more})
+            assert response.status_code == 200, response.text
+            grammars.append(served.request.sampling.grammar)
+        assert grammars[0] == grammars[1] != ""
+
+
+async def test_a_form_beside_calls_that_may_be_made_is_refused() -> None:
+    strict = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
+    async with serve(tool_parser="hermes") as served:
+        body = {"messages": HELLO, "tools": [strict], "guided_regex": "a+"}
+        response = await served.client.post(PATH, json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "guided_regex")
