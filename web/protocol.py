@@ -31,7 +31,7 @@ PEER_CERTIFICATE = "stageline.peer_certificate"
 
 
 class _Parser(h11.Connection):
-    """Refuses bodies that arrive in many small parts."""
+    """Refuses bodies that arrive in many small parts, and those with two lengths."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
@@ -39,7 +39,9 @@ class _Parser(h11.Connection):
 
     def next_event(self) -> Any:
         event = super().next_event()
-        if type(event) is h11.Data:
+        if type(event) is h11.Request:
+            _check_framing(event)
+        elif type(event) is h11.Data:
             self._num_parts += 1
             self._num_bytes += len(event.data)
             if self._num_parts > MAX_SMALL_PARTS and self._num_bytes < MIN_PART_BYTES * self._num_parts:
@@ -49,6 +51,12 @@ class _Parser(h11.Connection):
         elif type(event) is h11.EndOfMessage:
             self._num_parts = self._num_bytes = 0
         return event
+
+
+def _check_framing(request: h11.Request) -> None:
+    """Raise RemoteProtocolError for a body of which another server may see another end (RFC 9112, 6.1)."""
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in request.headers}:
+        raise h11.RemoteProtocolError("content-length beside transfer-encoding: send one of them")
 
 
 class _Flow(FlowControl):

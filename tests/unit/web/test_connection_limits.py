@@ -146,8 +146,30 @@ HEADERS = [b"X-%d: y" % index for index in range(MAX_HEADERS)]
             "61441 bytes of the body came in 4097 parts: send larger chunks",
         ),
         (request(b"Content-Length: 5") + b"1234", 408, "no body within 0.8 s, or none of it for 0.3 s"),
+        (
+            request(b"Content-Length: 5", b"Transfer-Encoding: chunked") + b"0\r\n\r\n" + request(),
+            400,
+            "content-length beside transfer-encoding: send one of them",
+        ),
+        (
+            request(b"Transfer-Encoding: Chunked", b"content-length: 0") + b"0\r\n\r\n" + request(),
+            400,
+            "content-length beside transfer-encoding: send one of them",
+        ),
     ],
-    ids=["headers", "head", "line", "garbage", "encoding", "partial", "silent", "chunks", "pause"],
+    ids=[
+        "headers",
+        "head",
+        "line",
+        "garbage",
+        "encoding",
+        "partial",
+        "silent",
+        "chunks",
+        "pause",
+        "lengths",
+        "no length",
+    ],
 )
 async def test_what_exceeds_a_limit_is_refused_with_its_number(
     data: bytes, status: int, problem: str
