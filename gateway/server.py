@@ -122,8 +122,10 @@ class GatewayServer:
         gateway = self._gateway
         if self._is_stopping:
             return Condition("draining", is_stopping=True)
-        if gateway.is_draining or gateway.is_waiting or not gateway.upstream.is_ready:
+        if gateway.is_draining or gateway.is_waiting or not self._link.is_connected:
             return Condition("waiting for the coordinator")
+        if not self._link.is_ready:
+            return Condition("waiting for the pipeline to serve")
         return Condition("serving", is_ready=True)
 
     async def start(self) -> None:

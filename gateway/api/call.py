@@ -116,6 +116,11 @@ class Gateway:
         return limit
 
     @property
+    def max_model_len(self) -> int | None:
+        """The same limit for clients; None before it is known."""
+        return self.upstream.model.max_sequence_tokens or None
+
+    @property
     def system_fingerprint(self) -> str:
         """Identity of the model's weights."""
         return f"fp_{self.upstream.model.fingerprint[:16]}"

@@ -17,7 +17,7 @@ async def health(gateway: Gateway, request: Request) -> Response:
 
 
 async def ready(gateway: Gateway, request: Request) -> Response:
-    """Answer 200 if requests are accepted: the coordinator is connected, and the gateway not draining."""
+    """Answer 200 if requests are served: the coordinator serves, and the gateway does not drain."""
     if gateway.is_draining:
         raise unavailable("the gateway is draining")
     if not gateway.upstream.is_ready:
@@ -66,7 +66,7 @@ def _entry(gateway: Gateway, name: str) -> dict[str, Any]:
         "owned_by": OWNER,
         "root": gateway.upstream.model.name,
         "parent": None,
-        "max_model_len": gateway.upstream.model.max_sequence_tokens,
+        "max_model_len": gateway.max_model_len,
         "stageline": {
             "has_chat_template": gateway.has_chat_template,
             "dashboard_url": gateway.config.dashboard_url,

@@ -48,7 +48,7 @@ async def tokenize(gateway: Gateway, request: Request) -> Response:
         ids = list(await encode_messages(gateway, _template_fields(fields), selection))
     body: dict[str, Any] = {
         "count": len(ids),
-        "max_model_len": gateway.upstream.model.max_sequence_tokens,
+        "max_model_len": gateway.max_model_len,
         "tokens": ids,
     }
     if fields.return_token_strs:
@@ -85,7 +85,7 @@ async def tokenizer_info(gateway: Gateway, request: Request) -> Response:
         {
             **codec.special_tokens,
             "vocab_size": codec.vocab_size,
-            "model_max_length": gateway.upstream.model.max_sequence_tokens,
+            "model_max_length": gateway.max_model_len,
             "chat_template": gateway.template or codec.chat_template,
         }
     )

@@ -160,11 +160,11 @@ class Upstream(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the coordinator is connected."""
+        """Whether the coordinator is connected and serves, or recovers while requests wait for it."""
 
     @property
     def problem(self) -> str:
-        """Why the coordinator is not connected."""
+        """Why the coordinator does not serve."""
 
     async def submit(
         self, request: GenerateRequest, *, deadline_s: float | None, traceparent: str, owner: RequestOwner

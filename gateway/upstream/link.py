@@ -11,11 +11,13 @@ from secrets import token_urlsafe
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.sdk.trace.sampling import Sampler
 
 from gateway.config import DEFAULT_COORDINATOR_TIMEOUT_S
 from gateway.upstream.contract import NO_OWNER, ModelInfo, RequestOwner, UpstreamFailure
 from gateway.upstream.numbered_request import NumberedRequest, RequestStream
+from gateway.upstream.readiness import Readiness
 from gateway.upstream.serve_call import ServeCall
 from gateway.upstream.tokenizer_files import TokenizerFiles, fetch_tokenizer
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
@@ -24,6 +26,7 @@ from wire.channels import ATTACH_SECRET_KEY, TENANT_KEY
 from wire.clock import ClusterClock, Exchange, wall_clock_us
 from wire.errors import ClusterUnavailable, DeadlinePassed, reason_of
 from wire.ids import id_text, new_request_id
+from wire.interceptors import CONDITION_KEY, READINESS
 from wire.transport import PLAIN, RenewedChannel, Transport
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,8 @@ class LinkPolicy:
     """The same after several attempts."""
     refresh_s: float = 5.0
     """Interval between two looks at the model's limits; `retry_s` before they are planned."""
+    health_s: float = 1.0
+    """Interval between two looks at whether the coordinator serves; `retry_s` while it does not."""
     call_s: float = 10.0
     """Deadline of single calls."""
     keep_s: float = 60.0
@@ -97,6 +102,7 @@ class CoordinatorLink:
         self._sampler = described_sampler(ALWAYS)
         self._requests: dict[NumberedRequest, None] = {}
         self._call: ServeCall | None = None
+        self._readiness = Readiness(policy.unreachable_s)
         self._away_since_s: float | None = None
         self._is_lost = False
         self._refusal = ""
@@ -119,14 +125,26 @@ class CoordinatorLink:
         return self._sampler
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the coordinator is connected."""
+    def is_connected(self) -> bool:
+        """Whether the coordinator takes requests, which wait for a pipeline."""
         return self._call is not None
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the coordinator is connected and serves, or recovers while requests wait for it."""
+        return self.is_connected and not self._pipeline_problem
+
+    @property
     def problem(self) -> str:
-        """Why the coordinator is not connected."""
-        return self._refusal or f"the coordinator {self._address} is not connected"
+        """Why the coordinator does not serve."""
+        if not self.is_connected:
+            return self._refusal or f"the coordinator {self._address} is not connected"
+        return f"the coordinator {self._address} does not serve: {self._pipeline_problem}"
+
+    @property
+    def _pipeline_problem(self) -> str:
+        problem = self._readiness.problem(asyncio.get_running_loop().time())
+        return problem or ("" if self.model.max_sequence_tokens else "its limit of tokens is not known yet")
 
     @property
     def tokenizer_directory(self) -> Path | None:
@@ -154,6 +172,7 @@ class CoordinatorLink:
         self._tasks = [
             asyncio.create_task(self._until_other_model(self._run())),
             asyncio.create_task(self._until_other_model(self._refresh())),
+            asyncio.create_task(self._watch_health()),
         ]
 
     def interrupt(self) -> None:
@@ -306,6 +325,24 @@ class CoordinatorLink:
                 await self._fetch_model()
             except grpc.aio.AioRpcError as error:
                 log.debug("failed to read the model: %s", error.details())
+
+    async def _watch_health(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                await self._ask_health()
+            except grpc.aio.AioRpcError as error:
+                log.debug("failed to ask whether the coordinator serves: %s", error.details())
+            is_well = not self._readiness.problem(loop.time())
+            await asyncio.sleep(self._policy.health_s if is_well else self._policy.retry_s)
+
+    async def _ask_health(self) -> None:
+        """Raises AioRpcError."""
+        stub = health_pb2_grpc.HealthStub(self._channel.current())
+        call = stub.Check(health_pb2.HealthCheckRequest(service=READINESS), timeout=self._policy.call_s)
+        is_serving = (await call).status == health_pb2.HealthCheckResponse.SERVING
+        state = dict(await call.trailing_metadata() or ()).get(CONDITION_KEY, "")
+        self._readiness.note(str(state), asyncio.get_running_loop().time(), is_serving=is_serving)
 
     async def _run(self) -> None:
         """Keep a stream open; requests that cannot wait longer fail."""

@@ -33,7 +33,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def until_ready(http: AsyncClient) -> None:
-    """Wait until a gateway is connected to its coordinator: requests wait for that, `/readyz` does not."""
+    """Wait until a gateway's coordinator serves: requests wait for that, `/readyz` does not."""
     async with asyncio.timeout(DEADLINE_S):
         while (await http.get("/readyz")).status_code != HTTPStatus.OK:
             await asyncio.sleep(0.01)

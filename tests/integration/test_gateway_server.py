@@ -11,6 +11,7 @@ from httpx2 import AsyncClient
 from gateway.config import GatewayConfig
 from gateway.server import GatewayServer
 from gateway.upstream.contract import UpstreamFailure
+from stageline_rpc.v1 import cluster_pb2
 from tests.faults.byte_proxy import ByteProxy
 from tests.integration.calls import message, until, until_ready
 from tests.integration.cluster import DEADLINE_S, Cluster
@@ -92,8 +93,56 @@ async def test_a_link_sends_no_request_to_another_model() -> None:
         with pytest.raises(UpstreamFailure, match="serves another model now"):
             await reading.end()
         assert link.other_model.is_set()
-        assert not link.is_ready
+        assert not link.is_connected
         with pytest.raises(UpstreamFailure, match="serves another model now"):
             await link.submit(message(PROMPT, 5))
         assert second.server.engine.admission.num_preparing == 0
         assert not second.server.engine.live_requests
+
+
+async def test_a_gateway_is_ready_when_its_coordinator_serves_and_while_that_recovers() -> None:
+    async with mock_cluster(2, num_workers=0, waits=False) as cluster:
+        server = GatewayServer(
+            GatewayConfig(coordinator=cluster.address, listen="127.0.0.1:0"), template=None
+        )
+        await server.start()
+        try:
+            async with AsyncClient(base_url=f"http://{server.address}", timeout=DEADLINE_S) as http:
+                await until(lambda: "waiting for the pipeline" in server.condition().text)
+                reason = f"the coordinator {cluster.address} does not serve: waiting for workers"
+                await until_problem(http, reason)
+                [model] = (await http.get("/v1/models")).json()["data"]
+                assert model["max_model_len"] is None
+                workers = [await cluster.start_worker(f"w{number}") for number in range(2)]
+                await until_ready(http)
+                assert server.condition().is_ready
+                served = await complete(http, prompt=[3, 14, 15])
+                assert served.status_code == 200, served.text
+                [model] = (await http.get("/v1/models")).json()["data"]
+                assert model["max_model_len"] > 0
+                await workers[0].stop()
+                await cluster.wait_state(cluster_pb2.CLUSTER_STATE_WAITING_FOR_WORKERS)
+                assert (await http.get("/readyz")).status_code == 200
+        finally:
+            await server.stop()
+
+
+async def test_a_gateway_is_not_ready_when_requests_no_longer_wait_for_the_pipeline() -> None:
+    async with mock_cluster(1) as cluster:
+        config = GatewayConfig(coordinator=cluster.address, listen="127.0.0.1:0", coordinator_timeout_s=0.2)
+        server = GatewayServer(config, template=None)
+        await server.start()
+        try:
+            async with AsyncClient(base_url=f"http://{server.address}", timeout=DEADLINE_S) as http:
+                await until_ready(http)
+                await cluster.workers["w0"].stop()
+                await until_problem(http, "does not serve: waiting for workers")
+        finally:
+            await server.stop()
+
+
+async def until_problem(http: AsyncClient, text: str) -> None:
+    """Wait until a gateway is not ready, with this reason."""
+    async with asyncio.timeout(DEADLINE_S):
+        while (response := await http.get("/readyz")).status_code == 200 or text not in response.text:
+            await asyncio.sleep(0.01)

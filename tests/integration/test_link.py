@@ -37,7 +37,7 @@ class Link(CoordinatorLink):
     async def __aenter__(self) -> Link:
         async with asyncio.timeout(DEADLINE_S):
             await self.start()
-            await until(lambda: self.is_ready)
+            await until(lambda: self.is_connected)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -304,11 +304,11 @@ async def test_a_coordinator_without_a_place_for_the_stream_is_named_at_once(
                     await asyncio.wait_for(call, DEADLINE_S)
                 assert caught.value.status is grpc.StatusCode.UNAVAILABLE
                 assert caught.value.retry_after_s
-            assert not link.is_ready
+            assert not link.is_connected
             assert text in link.problem
             assert [text in record.getMessage() for record in caplog.records].count(True) == 1
             others[0].cancel()
-            await until(lambda: link.is_ready)
+            await until(lambda: link.is_connected)
             reading = Reading(await link.submit(message(PROMPT, 5)))
             await reading.end()
         finally:
@@ -327,8 +327,8 @@ async def test_the_limit_of_tokens_outlasts_a_restart_of_the_coordinator() -> No
         assert (limit := link.model.max_sequence_tokens) > 0
         proxy.target = second.address
         proxy.cut()
-        await until(lambda: not link.is_ready)
-        await until(lambda: link.is_ready)
+        await until(lambda: not link.is_connected)
+        await until(lambda: link.is_connected)
         await link._fetch_model()
         assert link.model.max_sequence_tokens == limit
 
