@@ -138,14 +138,18 @@ class Doorkeeper:
         self._keys, self._count = keys, count
         self._rates = MinuteWindows(clock)
 
-    def admit(self, text: str) -> Visitor:
-        """Admit the holder of a key. Raises NoKey and TooMany."""
+    def admit(self, text: str, *, counts: bool = True) -> Visitor:
+        """Admit the holder of a key; a request that `counts` only within its limits.
+
+        Raises NoKey and TooMany.
+        """
         try:
             key = self._keys.find(text)
         except KeyRefused as error:
             raise NoKey(str(error)) from None
-        self._check_tokens(key)
-        self._take_request(key)
+        if counts:
+            self._check_tokens(key)
+            self._take_request(key)
         return Visitor(key, lambda kind, num_tokens: self._spend(key, kind, num_tokens))
 
     def _take_request(self, key: ApiKey) -> None:

@@ -19,6 +19,9 @@ OPEN_PREFIX = "/static/"
 """The chat page holds no data; what it asks for needs the key that is entered there."""
 WATCHED_PATHS = frozenset({"/metrics", "/version"})
 """All that keys of role viewer open."""
+MODELS_PATH = "/v1/models"
+UNCOUNTED_PATHS = frozenset({MODELS_PATH, "/openapi.json", *WATCHED_PATHS})
+"""What clients ask for again and again and what costs nothing; it is no request of a key's limits."""
 VISITOR = "stageline.visitor"
 
 
@@ -33,7 +36,8 @@ class RequireKey:
         path: str = scope["path"]
         if path not in OPEN_PATHS and not path.startswith(OPEN_PREFIX):
             try:
-                scope[VISITOR] = visitor = self._doorkeeper.admit(_key(Headers(scope=scope)))
+                key = _key(Headers(scope=scope))
+                scope[VISITOR] = visitor = self._doorkeeper.admit(key, counts=_counts(scope))
                 if path not in WATCHED_PATHS:
                     visitor.check_requests()
             except NotAdmitted as refused:
@@ -41,6 +45,12 @@ class RequireKey:
                 await write(as_api_error(refused))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _counts(scope: Scope) -> bool:
+    path: str = scope["path"]
+    is_uncounted = path in UNCOUNTED_PATHS or path.startswith(f"{MODELS_PATH}/")
+    return scope["method"] not in ("GET", "HEAD") or not is_uncounted
 
 
 def visitor_of(scope: Scope) -> Visitor:

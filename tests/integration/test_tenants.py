@@ -191,6 +191,22 @@ async def cancel_outcome(address: str, request_id: str, tenant: str) -> grpc.Sta
     return grpc.StatusCode.OK
 
 
+async def test_items_of_another_tenant_cannot_be_referred_to(keys: Keys) -> None:
+    ann, bob = keys.new("ann"), keys.new("bob")
+    async with Cluster(None, layers=(6, 6), has_text=True) as cluster, serving(cluster, keys) as http:
+
+        async def respond(key: str, given: Any) -> Response:
+            body = {"input": given, "max_output_tokens": 3}
+            return await http.post("/v1/responses", json=body, headers={"authorization": f"Bearer {key}"})
+
+        first = await respond(ann, "Once")
+        assert first.status_code == 200, first.text
+        reference = [{"type": "item_reference", "id": first.json()["output"][0]["id"]}]
+        refused = await respond(bob, reference)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, "input[0].id")
+        assert (await respond(ann, reference)).status_code == 200
+
+
 # Keys
 
 
@@ -229,11 +245,29 @@ async def test_models_priorities_and_rates_of_a_key(keys: Keys) -> None:
             assert 0 < int(found[-1].headers["retry-after"]) <= 60
 
 
+async def test_what_describes_the_gateway_counts_for_no_limit(keys: Keys) -> None:
+    few = keys.new("ann", requests_per_minute=1, tokens_per_minute=1)
+    async with mock_cluster(1) as cluster, serving(cluster, keys) as http:
+        auth = {"authorization": f"Bearer {few}"}
+
+        async def read_all() -> None:
+            for path in ("/v1/models", "/v1/models/mock"):
+                assert (await http.get(path, headers=auth)).status_code == 200
+                assert (await http.head(path, headers=auth)).status_code == 200
+            assert (await http.get("/v1/models", headers={"authorization": "Bearer x"})).status_code == 401
+
+        await read_all()
+        assert [(await complete(http, few)).status_code for _ in range(2)] == [200, 429]
+        await read_all()
+
+
 async def test_the_request_after_the_limit_is_refused_in_the_shape_of_each_api(keys: Keys) -> None:
     key = keys.new("ann", requests_per_minute=1000)
     async with mock_cluster(1) as cluster, serving(cluster, keys) as http:
         for _ in range(1000):
-            assert (await http.get("/v1/models", headers={"x-api-key": key})).status_code == 200
+            assert (
+                await http.post("/v1/completions", json={}, headers={"x-api-key": key})
+            ).status_code == 400
         for path, kind in (("/v1/completions", None), ("/v1/messages", "error")):
             refused = await http.post(path, json={}, headers={"x-api-key": key})
             assert refused.status_code == 429
