@@ -1,5 +1,6 @@
 """Configuration of a gateway."""
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,35 @@ def parse_names(text: str) -> tuple[str, ...]:
     if "" in names:
         raise ValueError(f"--served-model-name {text!r} has an empty name")
     return names
+
+
+ANY_ORIGIN = "*"
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+def parse_origins(text: str) -> tuple[str, ...]:
+    """Parse origins of web pages: separated by commas, or a JSON list as vLLM takes. Raises ValueError."""
+    given = json.loads(text) if text.lstrip().startswith("[") else text.split(",")
+    return tuple(_origin(str(origin).strip()) for origin in given)
+
+
+def _origin(text: str) -> str:
+    """Return an origin as browsers write it. Raises ValueError."""
+    if text == ANY_ORIGIN:
+        return text
+    parts = urlsplit(text.lower())
+    if parts.scheme not in _DEFAULT_PORTS or parts.geturl() != f"{parts.scheme}://{parts.netloc}":
+        raise _no_origin(text)
+    if not text.isascii() or not parts.hostname or "@" in parts.netloc:
+        raise _no_origin(text)
+    return parts.geturl().removesuffix(f":{_DEFAULT_PORTS[parts.scheme]}")
+
+
+def _no_origin(text: str) -> ValueError:
+    return ValueError(
+        f"--allowed-origins has {text!r}, which is no origin: write scheme, host and port of a page, "
+        f"such as https://chat.example.com, or {ANY_ORIGIN} for all"
+    )
 
 
 def tool_parser_name(text: str) -> str:
@@ -106,6 +136,17 @@ class GatewayConfig:
             "File of API keys, made with `stageline keys`; requests then need a key",
             unset="no keys",
             parse=existing_file,
+        ),
+    ] = None
+    allowed_origins: Annotated[
+        tuple[str, ...] | None,
+        _api(
+            "--allowed-origins",
+            "ORIGIN,ORIGIN,...",
+            "Origins whose pages may call the gateway (CORS), such as https://chat.example.com; * for all",
+            unset="none",
+            parse=parse_origins,
+            format=",".join,
         ),
     ] = None
     served_model_names: Annotated[

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.access.visitors import NotAdmitted
 from gateway.api import page, process
-from gateway.api.access import RequireKey, as_api_error, visitor_of
+from gateway.api.access import MODELS_PATH, RequireKey, as_api_error, visitor_of
 from gateway.api.body import RequestBody
 from gateway.api.call import Gateway, ignored_by, label_of, note_ignored
 from gateway.api.chat import ChatRequest, chat_completions
@@ -132,8 +133,8 @@ ROUTES = (
         query=_BETA_QUERY,
         write_error=message_error,
     ),
-    Route("/v1/models", process.models, "models"),
-    Route("/v1/models/{model:path}", process.model, "models"),
+    Route(MODELS_PATH, process.models, "models"),
+    Route(f"{MODELS_PATH}/{{model:path}}", process.model, "models"),
     *(
         route
         for prefix in ("", "/v1")
@@ -221,7 +222,35 @@ def make_app(gateway: Gateway) -> ASGIApp:
     guarded: ASGIApp = app
     if gateway.doorkeeper is not None:
         guarded = RequireKey(app, gateway.doorkeeper, MESSAGES)
+    if (origins := gateway.config.allowed_origins) is not None:
+        guarded = _with_cors(guarded, origins)
     return CountRequests(guarded, gateway.metrics, endpoints, gateway.audit)
+
+
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "request-id",
+    "x-stageline-ignored",
+    "openai-processing-ms",
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+)
+"""Headers of responses that pages of other origins may read, beside those that every page may."""
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Let pages of these origins call the API: preflights need no key, and errors can be read too.
+
+    Browsers send no cookies along, of which the gateway has none.
+    """
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=sorted({route.method for route in ROUTES} | {"HEAD"}),
+        allow_headers=["*"],
+        expose_headers=EXPOSED_HEADERS,
+    )
 
 
 def _operation_id(route: Route) -> str:

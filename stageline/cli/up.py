@@ -83,6 +83,7 @@ GATEWAY_FLAGS = (
     "--max-body",
     "--response-keep",
     "--keys-file",
+    "--allowed-origins",
 )
 PAYLOAD_FLAGS = ("--payload-listen", "--payload-min", "--same-host")
 """Worker flags for all workers; --payload-advertise names one port, and so one worker."""
