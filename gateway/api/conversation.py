@@ -37,6 +37,7 @@ from gateway.parsers.forced_calls import (
     call_grammar,
     special_marker_ids,
 )
+from stageline_rpc.v1 import inference_pb2
 from text.chat_template import BadTemplateVariable, ConversationError, TemplateOptions, joined
 from text.tokenizer import TextCodec, TokenizerError
 
@@ -136,26 +137,27 @@ async def prepare(
     answer = await gateway.beside_loop(partial(_plan_answer, gateway.parsers, codec, fields, selection, ids))
     if answer.grammar is not None:
         sampling.grammar = answer.grammar
-    prompt_name = fields.name_of("messages")
-    tools_name = {"grammar": "tools"} if selection.is_required else {}
     spec = GenerationSpec(
         rules=rules, num_choices=fields.n or 1, wants_tokens=wants_tokens or logprobs is not None
     )
-    prompt = gateway.fit(ids, fields, param=prompt_name, max_tokens=max_tokens)
-    return Conversation(
-        submission=Submission(
-            spec=spec,
-            prompts=[prompt],
-            sampling=sampling,
-            fields=fields,
-            own_names={
-                "prompt": prompt_name,
-                **structure_names(fields, sampling, default="tools"),
-                **tools_name,
-            },
-        ),
-        rules=answer.rules,
+    prompt = gateway.fit(ids, fields, param=fields.name_of("messages"), max_tokens=max_tokens)
+    submission = Submission(
+        spec=spec,
+        prompts=[prompt],
+        sampling=sampling,
+        fields=fields,
+        own_names=_own_names(fields, sampling, selection),
     )
+    return Conversation(submission=submission, rules=answer.rules)
+
+
+def _own_names(
+    fields: ConversationFields, sampling: inference_pb2.SamplingParameters, selection: ToolSelection
+) -> dict[str, str]:
+    """Return the client's names for the coordinator's fields."""
+    grammar_of = {"grammar": "tools"} if selection.is_required else {}
+    structure = structure_names(fields, sampling, default="tools") | grammar_of
+    return {"prompt": fields.name_of("messages"), **structure}
 
 
 def read_rules(

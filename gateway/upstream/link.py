@@ -17,7 +17,6 @@ from opentelemetry.sdk.trace.sampling import Sampler
 from gateway.config import DEFAULT_COORDINATOR_TIMEOUT_S
 from gateway.upstream.contract import NO_OWNER, ModelInfo, RequestOwner, UpstreamFailure
 from gateway.upstream.numbered_request import NumberedRequest, RequestStream
-from gateway.upstream.readiness import Readiness
 from gateway.upstream.serve_call import ServeCall
 from gateway.upstream.tokenizer_files import TokenizerFiles, fetch_tokenizer
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
@@ -69,6 +68,32 @@ class OtherModel(Exception):
     """The coordinator at the link's address serves another model than before."""
 
 
+class PipelineHealth:
+    """Whether a coordinator's pipeline serves, from the answers of its health check. Pure.
+
+    It is well from the first answer that it serves, also through an interruption.
+    New requests wait for a pipeline that recovers. So a gateway stays ready for `grace_s` after the pipeline
+    stopped, else each lost worker would make all gateways unready at once.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._ends_s = 0.0
+        self._state = "no answer of its health check yet"
+        self._is_serving = False
+
+    def note(self, state: str, now_s: float, *, is_serving: bool) -> None:
+        """Take an answer; `state` says in a few words what the coordinator does."""
+        if self._is_serving and not is_serving:
+            self._ends_s = now_s + self._grace_s
+        self._state = state
+        self._is_serving = is_serving
+
+    def problem(self, now_s: float) -> str:
+        """Return why the coordinator does not serve; empty if it does, or recovers."""
+        return "" if self._is_serving or now_s < self._ends_s else self._state
+
+
 class CoordinatorLink:
     """Owns the connection to one coordinator and the requests on it.
 
@@ -102,7 +127,7 @@ class CoordinatorLink:
         self._sampler = described_sampler(ALWAYS)
         self._requests: dict[NumberedRequest, None] = {}
         self._call: ServeCall | None = None
-        self._readiness = Readiness(policy.unreachable_s)
+        self._health = PipelineHealth(policy.unreachable_s)
         self._away_since_s: float | None = None
         self._is_lost = False
         self._refusal = ""
@@ -143,7 +168,7 @@ class CoordinatorLink:
 
     @property
     def _pipeline_problem(self) -> str:
-        problem = self._readiness.problem(asyncio.get_running_loop().time())
+        problem = self._health.problem(asyncio.get_running_loop().time())
         return problem or ("" if self.model.max_sequence_tokens else "its limit of tokens is not known yet")
 
     @property
@@ -333,7 +358,7 @@ class CoordinatorLink:
                 await self._ask_health()
             except grpc.aio.AioRpcError as error:
                 log.debug("failed to ask whether the coordinator serves: %s", error.details())
-            is_well = not self._readiness.problem(loop.time())
+            is_well = not self._health.problem(loop.time())
             await asyncio.sleep(self._policy.health_s if is_well else self._policy.retry_s)
 
     async def _ask_health(self) -> None:
@@ -342,7 +367,7 @@ class CoordinatorLink:
         call = stub.Check(health_pb2.HealthCheckRequest(service=READINESS), timeout=self._policy.call_s)
         is_serving = (await call).status == health_pb2.HealthCheckResponse.SERVING
         state = dict(await call.trailing_metadata() or ()).get(CONDITION_KEY, "")
-        self._readiness.note(str(state), asyncio.get_running_loop().time(), is_serving=is_serving)
+        self._health.note(str(state), asyncio.get_running_loop().time(), is_serving=is_serving)
 
     async def _run(self) -> None:
         """Keep a stream open; requests that cannot wait longer fail."""
