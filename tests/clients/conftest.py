@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from stageline import Client
 from tests.clients.cases import make_cases
-from tests.clients.harness import Served, serve_builtin_model
+from tests.clients.harness import Served, serve_builtin_model, serve_scripted_model
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -32,3 +32,10 @@ async def cases(served: Served) -> list[dict[str, Any]]:
     """Requests, with the output of the gRPC client for them."""
     async with Client(served.coordinator) as client:
         return await make_cases(client)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def scripted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """A checkpoint that calls a tool that the client offers, then answers."""
+    async with serve_scripted_model(tmp_path_factory.mktemp("scripted")) as served:
+        yield served

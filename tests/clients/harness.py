@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ import pytest
 
 from deploy import LocalCluster, LocalClusterConfig
 from stageline import Client
+from tests.clients.scripted import write_scripted_checkpoint
 from tests.e2e.clusters import START_TIMEOUT_S
 from tests.e2e.commands import ENVIRONMENT, Shell
 from tests.fake_processes import ROOT
+from weights.location import model_location
 
 PROGRAMS = ROOT / "tests" / "clients" / "programs"
 CHAT_TEMPLATE = ROOT / "tests" / "clients" / "chat_template.jinja"
@@ -71,6 +73,26 @@ async def serve_builtin_model(logs: Path, *coordinator_arguments: str) -> AsyncI
         yield served
 
 
+SCRIPTED_NAMES = ("scripted", "gpt-5", "claude-sonnet-4-5")
+"""Names of the scripted model; some clients know the limits of models by their names."""
+SCRIPTED_MEMORY_BYTES = 2**30
+
+
+@asynccontextmanager
+async def serve_scripted_model(directory: Path) -> AsyncIterator[Served]:
+    config = LocalClusterConfig(
+        num_workers=2,
+        model=model_location(str(write_scripted_checkpoint(directory / "checkpoint"))),
+        memory_bytes=SCRIPTED_MEMORY_BYTES,
+        environment=ENVIRONMENT,
+        log_directory=directory,
+    )
+    flags = ("--tool-parser", "hermes", "--reasoning-parser", "deepseek_r1")
+    names = ("--served-model-name", ",".join(SCRIPTED_NAMES))
+    async with serve(directory, config, *flags, *names) as served:
+        yield replace(served, model=SCRIPTED_NAMES[0])
+
+
 def environment_of(client: str) -> Path:
     return ROOT / ".venv" / f"clients-{client}"
 
@@ -84,6 +106,7 @@ async def run(*command: str | Path, directory: Path | None = None, **environment
     """Run a program in a directory. It must succeed; return its output."""
     process = await asyncio.create_subprocess_exec(
         *command,
+        stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=directory,
@@ -98,6 +121,14 @@ async def run(*command: str | Path, directory: Path | None = None, **environment
     text = output.decode(errors="replace")
     assert process.returncode == 0, f"{command[0]} ended with {process.returncode}:\n{text}"
     return text
+
+
+async def run_node(client: str, program: str, directory: Path, *arguments: str | Path) -> str:
+    """Run a program for Node with the modules of a client's environment."""
+    copy = directory / program  # modules are found from the program's own folder upwards
+    copy.write_bytes((PROGRAMS / program).read_bytes())
+    (directory / "node_modules").symlink_to(environment_of(client) / "node_modules")
+    return await run("node", copy, *arguments)
 
 
 async def check_client(client: str, program: str, served: Served, directory: Path, **facts: Any) -> None:
