@@ -52,5 +52,7 @@ def test_the_image_is_built_from_every_package() -> None:
 
 def test_the_tested_versions_leave_those_that_a_build_of_torch_needs_to_it() -> None:
     # Builds of torch for CUDA require one version of triton and of each library of NVIDIA.
-    pinned = {line.split("==")[0].lower() for line in (REPOSITORY / "constraints.txt").read_text().splitlines()}
+    pinned = {
+        line.split("==")[0].lower() for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
+    }
     assert not {name for name in pinned if name == "triton" or name.startswith(("nvidia-", "cuda-"))}
