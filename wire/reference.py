@@ -23,7 +23,7 @@ NUM_TEXTS = 2
 MAX_TEXT_TOKENS = 264
 """Enough to cross a block of 260 tokens; references of longer texts would take too much memory."""
 NUM_TOP = 20
-CHECK_VERSION = 3
+CHECK_VERSION = 4
 """Version of texts and references; stored references of other versions are ignored."""
 NUM_PROJECTIONS = 8
 STATE_WIDTH = NUM_PROJECTIONS + 1
@@ -36,35 +36,51 @@ _TEXT_OFFSET = 1000
 
 
 @dataclass(frozen=True, slots=True)
+class Roundings:
+    """Changes by rounding to the run dtype, one per token.
+
+    Attributes:
+        typical: Of a computation that rounds every value.
+        highest: At least the typical ones, also with other routes wherever rounding decides.
+    """
+
+    typical: "array[float]"
+    highest: "array[float]"
+
+
+@dataclass(frozen=True, slots=True)
 class TextReference:
     """Log-probabilities of one text; ranks are unknown.
 
     `rows[i]` are log-probabilities after tokens[0] to tokens[i]: of the next token (in the last row, of the
-    most likely token) and of the `NUM_TOP` most likely tokens.
+    most likely token) and of the `NUM_TOP` most likely tokens. `roundings` are of the rows: root mean squares
+    of changes.
     """
 
     tokens: Text
     rows: tuple[TokenLogprobs, ...]
+    roundings: Roundings
 
 
 @dataclass(frozen=True, slots=True)
 class LayerReference:
+    """Hidden states of all texts after a layer; `roundings` are fractions of their norms."""
+
     states: "array[float]"
-    rounding: float
+    roundings: Roundings
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Reference outputs of one model in one dtype; both statistics are root mean squares over all rows.
+    """Reference outputs of one model in one dtype.
 
-    `logit_spread` is the standard deviation of the logits over the vocabulary. `rounding` is the change of
-    log-probabilities caused by rounding to the run dtype, which may also choose other experts.
+    `logit_spread` is the standard deviation of the logits over the vocabulary, as the root mean square over
+    all rows.
     """
 
     texts: tuple[TextReference, ...]
     layers: tuple[LayerReference, ...]
     logit_spread: float
-    rounding: float
 
     def covers(self, texts: tuple[Text, ...]) -> bool:
         """Whether each of `texts` is a prefix of the reference text at the same index."""
@@ -73,8 +89,11 @@ class Reference:
 
     def state_index(self, text: int, position: int) -> int:
         """Index in `LayerReference.states` where a token's hidden state begins."""
-        before = sum(len(earlier.tokens) for earlier in self.texts[:text])
-        return (before + position) * STATE_WIDTH
+        return self.token_index(text, position) * STATE_WIDTH
+
+    def token_index(self, text: int, position: int) -> int:
+        """Index of a token in the tokens of all texts."""
+        return sum(len(earlier.tokens) for earlier in self.texts[:text]) + position
 
 
 def check_text(number: int, length: int, vocab_size: int) -> Text:
@@ -84,31 +103,53 @@ def check_text(number: int, length: int, vocab_size: int) -> Text:
 
 
 def encode_reference(reference: Reference) -> forward_pb2.ComputeReferenceResponse:
-    message = forward_pb2.ComputeReferenceResponse(
-        logit_spread=reference.logit_spread, rounding=reference.rounding
-    )
+    message = forward_pb2.ComputeReferenceResponse(logit_spread=reference.logit_spread)
     for text in reference.texts:
-        encoded = message.texts.add(tokens=text.tokens)
+        encoded = message.texts.add(tokens=text.tokens, **_encode_roundings(text.roundings))
         for row in text.rows:
             encode_logprobs(row, encoded.rows.add())
     for layer in reference.layers:
-        message.layers.add(states=encode_states(layer.states), rounding=layer.rounding)
+        message.layers.add(states=encode_states(layer.states), **_encode_roundings(layer.roundings))
     return message
 
 
 def decode_reference(message: forward_pb2.ComputeReferenceResponse) -> Reference:
     """Decode a reference. Raises ValueError for inconsistent lengths."""
-    texts = tuple(
-        TextReference(tuple(text.tokens), tuple(map(decode_logprobs, text.rows))) for text in message.texts
-    )
-    for text in texts:
-        if len(text.rows) != len(text.tokens):
-            raise ValueError(f"reference has {len(text.rows)} rows for {len(text.tokens)} tokens")
+    texts = tuple(map(_decode_text, message.texts))
     num_tokens = sum(len(text.tokens) for text in texts)
     layers = tuple(
-        LayerReference(decode_states(layer.states, num_tokens), layer.rounding) for layer in message.layers
+        LayerReference(decode_states(layer.states, num_tokens), _decode_roundings(layer, num_tokens))
+        for layer in message.layers
     )
-    return Reference(texts, layers, message.logit_spread, message.rounding)
+    return Reference(texts, layers, message.logit_spread)
+
+
+def _decode_text(message: forward_pb2.TextReference) -> TextReference:
+    num_tokens = len(message.tokens)
+    if len(message.rows) != num_tokens:
+        raise ValueError(f"reference has {len(message.rows)} rows for {num_tokens} tokens")
+    roundings = _decode_roundings(message, num_tokens)
+    return TextReference(tuple(message.tokens), tuple(map(decode_logprobs, message.rows)), roundings)
+
+
+def _encode_roundings(roundings: Roundings) -> dict[str, bytes]:
+    return {
+        "typical_roundings": encode_states(roundings.typical),
+        "highest_roundings": encode_states(roundings.highest),
+    }
+
+
+def _decode_roundings(
+    message: forward_pb2.TextReference | forward_pb2.LayerReference, num_tokens: int
+) -> Roundings:
+    fields = message.typical_roundings, message.highest_roundings
+    for data in fields:
+        if len(data) != 4 * num_tokens:
+            raise ValueError(
+                f"reference has {len(data) // 4} roundings for {num_tokens} tokens: run the same version of "
+                "stageline on all hosts"
+            )
+    return Roundings(*(array("f", data) for data in fields))
 
 
 def encode_states(states: "array[float]") -> bytes:

@@ -16,12 +16,12 @@ from coordinator.planner.plan import Plan
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.recovery.self_check_script import Script, texts_for, write_script
 from coordinator.recovery.self_check_verdict import (
-    ROUNDINGS,
     CheckOutcome,
     KnownReference,
     NoReference,
     Verdict,
     judge,
+    remedy_of_changes,
 )
 from coordinator.scheduler.kv_manager import KvCacheManager
 from stageline_rpc.internal.v1 import forward_pb2, step_pb2
@@ -347,19 +347,23 @@ class SelfCheck:
         references: References,
         *,
         vocab_size: int,
-        roundings: float = ROUNDINGS,
         interval_s: float = 0.0,
         policy: RecoveryPolicy,
+        changed_files: Callable[[], Sequence[Path]] = tuple,
         now_us: Callable[[], int] = wall_clock_us,
     ) -> None:
-        """A check is due again after `interval_s`; 0 disables it. `roundings`: see `roundings_of`. `now_us`:
-        microseconds since 1970.
+        """A check is due again after `interval_s`; 0 disables it.
+
+        Args:
+            changed_files: Reads which files of the checkpoint have changed since the coordinator opened it.
+            now_us: Microseconds since 1970.
         """
         self.verdict = Verdict(outcome=CheckOutcome.NOT_RUN)
         self._references = references
-        self._vocab_size, self._roundings = vocab_size, roundings
+        self._vocab_size = vocab_size
         self._interval_s = interval_s
         self._policy = policy
+        self._changed_files = changed_files
         self._now_us = now_us
         self._question: ReferenceQuestion | None = None
         self._passed: ReferenceQuestion | None = None
@@ -388,9 +392,11 @@ class SelfCheck:
         states = None
         if epoch.ask_states is not None and isinstance(known, KnownReference):
             states = await self._all_states(len(epoch.plan.stages) - 1, script, epoch.ask_states)
-        verdict = judge(script, epoch.plan, results, states, known, roundings=self._roundings)
+        verdict = judge(script, epoch.plan, results, states, known)
         if isinstance(known, KnownReference) and verdict.is_good:
             self._passed = self._question
+        if not verdict.is_good and (changed := await asyncio.to_thread(self._changed_files)):
+            verdict = replace(verdict, remedy=remedy_of_changes(changed))
         self._checked_at_s = asyncio.get_running_loop().time()
         self.verdict = replace(verdict, at_us=self._now_us())
         return self.verdict

@@ -6,6 +6,7 @@ text instead of the sampled one, so that no step depends on the result of anothe
 """
 
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from coordinator.planner.plan import Plan
 from coordinator.scheduler.kv_manager import KvCacheManager
@@ -43,6 +44,16 @@ class Part:
         return len(self.chunks) > 1
 
 
+class Phase(Enum):
+    """Kind of a slice. Phases are compared apart, because a fault may affect the tokens of only one."""
+
+    FRESH = auto()
+    """A prompt from its beginning."""
+    CONTINUED = auto()
+    """A chunk after tokens that an earlier step computed."""
+    DECODED = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class CheckedSlice:
     """Expected results of a slice: log-probabilities after its first `num_scored` tokens, and, if
@@ -55,11 +66,7 @@ class CheckedSlice:
     num_tokens: int
     num_scored: int
     is_sampled: bool
-
-    @property
-    def reads_cache(self) -> bool:
-        """Its queries attend to keys that an earlier step computed."""
-        return self.first > 0
+    phase: Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,11 +309,17 @@ def _slice(live: _Live, end: int) -> tuple[StepSlice, CheckedSlice]:
     first, num_prompt_tokens = live.num_computed, live.num_prompt_tokens
     tokens = live.tokens[first:end]
     if first >= num_prompt_tokens:
-        checked = CheckedSlice(live.key, live.part.text, first, 1, 0, is_sampled=True)
+        checked = CheckedSlice(live.key, live.part.text, first, 1, 0, is_sampled=True, phase=Phase.DECODED)
         return StepSlice(live.key, live.restart_count, tokens, Decode(first)), checked
     num_scored = min(end, num_prompt_tokens - 1) - first
     prefill = Prefill(first, len(tokens), num_prompt_tokens, is_scored=num_scored > 0)
     checked = CheckedSlice(
-        live.key, live.part.text, first, len(tokens), num_scored, is_sampled=prefill.is_final
+        live.key,
+        live.part.text,
+        first,
+        len(tokens),
+        num_scored,
+        is_sampled=prefill.is_final,
+        phase=Phase.CONTINUED if first else Phase.FRESH,
     )
     return StepSlice(live.key, live.restart_count, tokens, prefill), checked

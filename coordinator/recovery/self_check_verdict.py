@@ -1,100 +1,139 @@
 """Judges the results of a self-check; tolerances and their reasons. Pure."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 
-from checkpoint import Blueprint, Experts
 from coordinator.planner.plan import Plan, StagePlan
-from coordinator.recovery.self_check_script import CheckedSlice, Script
+from coordinator.recovery.self_check_script import CheckedSlice, Phase, Script
 from wire.reference import NUM_PROJECTIONS, STATE_WIDTH, LayerReference, Reference
 from wire.steps import SliceError, SliceResult, StepResult, TokenLogprobs
 
-MIN_TOLERANCE = 3e-5
-"""Measured in float32, where only the order of sums differs: at most 2.4e-6."""
+_MIN_ROUNDING = 1.5e-5
+"""Lower bound of a token's rounding, for models in which rounding has no effect."""
 
 ROUNDINGS = 2.0
-"""Measured in bfloat16 and float16: 0.67 to 1.58 times the rounding error given in the reference."""
+"""Largest root mean square of a correct pipeline, where each token counts in multiples of its rounding.
 
-ROUNDINGS_OF_EXPERTS = 3.0
-"""As `ROUNDINGS`, of hidden states of models with experts.
+Measured with random models of all families (docs/self-check.md).
+"""
 
-The reference's rounding error has the effect of all choices of experts that rounding may decide, but a check
-of some ten tokens may have more such choices than usual. Measured in bfloat16, 94 checks of random models:
-hidden states of a stage once 2.1 times that error, and log-probabilities 0.04 to 0.95 times.
+TYPICAL_ROUNDINGS = 1.5
+"""Largest geometric mean over tokens of a correct pipeline, in multiples of the typical rounding.
+
+Other routes of a few tokens, which make up the root mean square of models with experts, hardly change it, so
+it shows faults that affect all tokens a little. Measured as above.
+"""
+
+_LEAST_RATIO = 0.25
+"""A token that happens to deviate less than this share of its rounding counts as much, so that tokens without
+a fault cannot hide the others.
 """
 
 _MIN_SPREAD = 1e-3
 """Lower bound, in logits: without it a model with equal logits would have a tolerance of zero."""
 
-_CLEAR_GAPS = 4.0
-"""A most likely token whose lead is this many tolerances must be sampled."""
+_CLEAR_GAP = 8.0
+"""A most likely token whose lead is this many roundings of its row must be sampled."""
 
 Pair = tuple[TokenLogprobs, TokenLogprobs]
 """Log-probabilities of the pipeline and of the reference after the same token."""
 
 
-def roundings_of(config: Blueprint) -> float:
-    """Return how many times their rounding error hidden states of a correct pipeline deviate at most."""
-    has_experts = any(isinstance(kind.feed_forward, Experts) for kind in config.kinds)
-    return ROUNDINGS_OF_EXPERTS if has_experts else ROUNDINGS
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Deviation of one token from a reference, and its roundings, as fractions of one unit."""
+
+    deviation: float
+    typical: float
+    highest: float
 
 
-def tolerance(reference: Reference) -> float:
-    """Return the largest `deviation` of a correct pipeline."""
-    return max(MIN_TOLERANCE, ROUNDINGS * reference.rounding / _spread(reference))
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Deviation of a group of tokens, and the largest one of a correct pipeline. `is_typical`: a geometric
+    mean, instead of a root mean square.
+    """
+
+    value: float
+    allowed: float
+    is_typical: bool = False
+
+    @property
+    def is_good(self) -> bool:
+        return self.value <= self.allowed
+
+    @property
+    def share(self) -> float:
+        """Share of the allowed deviation; above 1 for a failure."""
+        return math.inf if math.isnan(self.value) else self.value / self.allowed
+
+    @property
+    def extent(self) -> str:
+        return f"{'typically ' if self.is_typical else ''}by {self.value:.2g}"
 
 
-def deviation(pairs: Sequence[Pair], reference: Reference) -> float:
-    """Return the root mean square difference as a fraction of the spread of the logits; NaN if not finite.
+def deviations_of(groups: Iterable[Sequence[Token]]) -> list[Deviation]:
+    """Return the deviations of the tokens of each phase, the worst first.
+
+    The first one is not a typical one, unless only that fails.
+    """
+    found = [deviation for tokens in groups if tokens for deviation in _both_deviations(tokens)]
+    found.sort(key=lambda deviation: deviation.share, reverse=True)
+    found.sort(key=lambda deviation: (deviation.is_good, deviation.is_typical))
+    return found
+
+
+def _both_deviations(tokens: Sequence[Token]) -> tuple[Deviation, Deviation]:
+    """Return the root mean square of a group of tokens, NaN if not finite, and the typical deviation."""
+    typical = [max(token.typical, _MIN_ROUNDING) for token in tokens]
+    usual = statistics.geometric_mean(typical)
+    highest = [max(token.highest, usual) for token in tokens]
+    ratios = [token.deviation / bound for token, bound in zip(tokens, highest, strict=True)]
+    unit = _root_mean_square(highest)
+    # Means of few tokens vary more.
+    margin = 1 + 1 / len(tokens)
+    whole = Deviation(unit * _root_mean_square(ratios), ROUNDINGS * margin * unit)
+    middle = math.sqrt(usual * statistics.geometric_mean(highest))
+    least = (
+        max(token.deviation, _LEAST_RATIO * rounding) for token, rounding in zip(tokens, typical, strict=True)
+    )
+    allowed = TYPICAL_ROUNDINGS * margin * middle
+    return whole, Deviation(statistics.geometric_mean(least), allowed, is_typical=True)
+
+
+def _root_mean_square(values: Sequence[float]) -> float:
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    return math.sqrt(math.fsum(value * value for value in values) / len(values))
+
+
+def row_deviation(row: TokenLogprobs, expected: TokenLogprobs, reference: Reference) -> float:
+    """Return the root mean square difference of two rows as a fraction of the spread of the logits.
 
     A token that only one side lists is at most as likely as the last one that the other side lists: only the
     excess over that counts.
     """
-    squares = [
-        difference * difference for row, expected in pairs for difference in _differences(row, expected)
-    ]
-    if not all(map(math.isfinite, squares)):
-        return math.nan
-    return math.sqrt(math.fsum(squares) / len(squares)) / _spread(reference) if squares else 0.0
+    squares = [difference * difference for difference in _differences(row, expected)]
+    return math.sqrt(math.fsum(squares) / len(squares)) / _spread(reference)
 
 
-def clearly_expected(expected: TokenLogprobs, reference: Reference) -> int | None:
-    """Return the token that a greedy sampler must choose; None if rounding may decide."""
-    if len(expected.top) < 2:
-        return expected.top[0][0] if expected.top else None
-    (token, first), (_, second) = expected.top[:2]
-    return token if first - second > _CLEAR_GAPS * tolerance(reference) * _spread(reference) else None
-
-
-def state_tolerance(layer: LayerReference, roundings: float = ROUNDINGS) -> float:
-    """Return the largest `state_deviation` of a correct stage."""
-    return max(MIN_TOLERANCE, roundings * layer.rounding)
-
-
-def state_deviation(
-    states: Sequence[float], layer: LayerReference, places: Sequence[tuple[int, int]]
-) -> float:
-    """Return the root mean square distance of hidden states from the reference, as a fraction of their norms.
+def state_deviation(states: Sequence[float], here: int, layer: LayerReference, token: int) -> float:
+    """Return the distance of a hidden state from the reference, as a fraction of its norm.
 
     Args:
         states: Projected hidden states of one stage.
+        here: Offset of the state in `states`.
         layer: The reference after the stage's last layer.
-        places: Offsets of each state in `states` and in the layer's states.
-
-    Returns:
-        NaN if a state is not finite.
+        token: Index of the token in the reference.
     """
-    squares = []
-    for here, there in places:
-        ends = here + NUM_PROJECTIONS, there + NUM_PROJECTIONS
-        distance = math.dist(states[here : ends[0]], layer.states[there : ends[1]])
-        norm = max(layer.states[ends[1]], _MIN_SPREAD)
-        squares.append(distance * distance / NUM_PROJECTIONS / (norm * norm))
-    if not all(map(math.isfinite, squares)):
-        return math.nan
-    return math.sqrt(math.fsum(squares) / len(squares)) if squares else 0.0
+    there = token * STATE_WIDTH
+    ends = here + NUM_PROJECTIONS, there + NUM_PROJECTIONS
+    distance = math.dist(states[here : ends[0]], layer.states[there : ends[1]])
+    return distance / math.sqrt(NUM_PROJECTIONS) / max(layer.states[ends[1]], _MIN_SPREAD)
 
 
 def _spread(reference: Reference) -> float:
@@ -130,6 +169,8 @@ class Verdict:
         detail: Numbers or the reason.
         stage: The first stage that deviates, if known.
         at_us: Time of the check, in microseconds since 1970.
+        remedy: Action for the operator, after a failure.
+        share: The largest share of an allowed deviation, of any kind and stage.
     """
 
     outcome: CheckOutcome
@@ -138,6 +179,8 @@ class Verdict:
     allowed: float | None = None
     stage: int | None = None
     at_us: int = 0
+    remedy: str = ""
+    share: float | None = None
 
     @property
     def is_good(self) -> bool:
@@ -145,7 +188,8 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        return f"{self.outcome.value}: {self.detail}" if self.detail else self.outcome.value
+        texts = [text for text in (self.detail, self.remedy) if text]
+        return f"{self.outcome.value}: {'; '.join(texts)}" if texts else self.outcome.value
 
 
 class BadAnswer(ValueError):
@@ -184,20 +228,19 @@ class AnsweredRow:
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """Deviation of the hidden states that a stage sends, and its tolerance."""
+    """Deviations of the hidden states that a stage sends, the worst first."""
 
     stage: StagePlan
-    deviation: float
-    allowed: float
+    deviations: Sequence[Deviation]
 
     @property
-    def is_good(self) -> bool:
-        return self.deviation <= self.allowed
+    def worst(self) -> Deviation:
+        return self.deviations[0]
 
     def __str__(self) -> str:
         return (
-            f"the hidden states of stage {self.stage.stage} (worker {self.stage.worker}) differ by "
-            f"{self.deviation:.2g} of their norm, and {self.allowed:.2g} is allowed"
+            f"the hidden states of stage {self.stage.stage} (worker {self.stage.worker}) differ "
+            f"{self.worst.extent} of their norm, and {self.worst.allowed:.2g} is allowed"
         )
 
 
@@ -207,37 +250,53 @@ def judge(
     results: Sequence[StepResult],
     states: Mapping[int, Sequence[float]] | None,
     known: KnownReference | NoReference,
-    *,
-    roundings: float = ROUNDINGS,
 ) -> Verdict:
     """Compare the results of a pipeline with a reference.
 
     Args:
         states: Hidden states that stages but LAST sent and reported; None if they do not record them.
-        roundings: See `roundings_of`.
     """
     try:
         rows = list(_answered_rows(script, results))
     except BadAnswer as error:
-        return Verdict(outcome=CheckOutcome.FAILED, detail=str(error))
-    if isinstance(known, NoReference):
-        return _judge_alone(rows, known)
-    verdict = _compare(script, rows, known)
-    if states is None:
-        return verdict
-    hops = _hops(script, plan, states, known.reference, roundings)
-    return _with_stage(verdict, plan, hops)
+        return Verdict(outcome=CheckOutcome.FAILED, detail=str(error), remedy=_remedy(plan, None))
+    verdict = _judge_alone(rows, known) if isinstance(known, NoReference) else _compare(script, rows, known)
+    if states is not None and isinstance(known, KnownReference):
+        hops = _hops(script, plan, states, known.reference)
+        shares = [deviation.share for hop in hops for deviation in hop.deviations]
+        verdict = replace(_with_stage(verdict, plan, hops), share=max(verdict.share or 0.0, *shares, 0.0))
+    return verdict if verdict.is_good else replace(verdict, remedy=_remedy(plan, verdict.stage))
+
+
+def _remedy(plan: Plan, stage: int | None) -> str:
+    if stage is None:
+        suspects = f"the workers {', '.join(stage.worker for stage in plan.stages)}"
+    else:
+        suspects = f"worker {plan.stages[stage].worker}"
+    return (
+        f"restart {suspects}, then check device, memory and weights of the host with stageline doctor; "
+        "--no-self-check serves without a check, wrong tokens too: compare them with those of transformers"
+    )
+
+
+def remedy_of_changes(changed: Sequence[Path]) -> str:
+    """Return the action where files of the checkpoint have changed, which explains a failure."""
+    others = f" and {len(changed) - 1} other files" if len(changed) > 1 else ""
+    return (
+        f"the checkpoint has changed since the coordinator started: restore {changed[0]}{others}, or restart "
+        "the coordinator and all workers to serve the new weights"
+    )
 
 
 def _with_stage(verdict: Verdict, plan: Plan, hops: Sequence[_Hop]) -> Verdict:
     """Name the first stage whose hidden states deviate; one such stage is enough for a failure."""
-    bad, last = next((hop for hop in hops if not hop.is_good), None), plan.stages[-1]
+    bad, last = next((hop for hop in hops if not hop.worst.is_good), None), plan.stages[-1]
     if bad is not None and verdict.is_good:
         return Verdict(
             outcome=CheckOutcome.FAILED,
             detail=str(bad),
-            deviation=bad.deviation,
-            allowed=bad.allowed,
+            deviation=bad.worst.value,
+            allowed=bad.worst.allowed,
             stage=bad.stage.stage,
         )
     if bad is not None:
@@ -253,60 +312,69 @@ def _with_stage(verdict: Verdict, plan: Plan, hops: Sequence[_Hop]) -> Verdict:
 
 
 def _hops(
-    script: Script,
-    plan: Plan,
-    states: Mapping[int, Sequence[float]],
-    reference: Reference,
-    roundings: float,
+    script: Script, plan: Plan, states: Mapping[int, Sequence[float]], reference: Reference
 ) -> list[_Hop]:
     """Return the deviations of the stages that reported their hidden states."""
-    fresh, cached = _places(script, reference)
+    groups = _tokens(script, reference)
+    num_states = sum(map(len, groups))
     hops = []
     for stage in plan.stages[:-1]:
         found, layer = states.get(stage.stage), reference.layers[stage.layer_end - 1]
-        if found is not None and len(found) == STATE_WIDTH * (len(fresh) + len(cached)):
-            deviations = [state_deviation(found, layer, places) for places in (fresh, cached)]
-            hops.append(_Hop(stage, _larger(*deviations), state_tolerance(layer, roundings)))
+        if found is not None and len(found) == STATE_WIDTH * num_states:
+            tokens = (_state_tokens(found, layer, group) for group in groups)
+            hops.append(_Hop(stage, deviations_of(tokens)))
     return hops
 
 
-def _places(script: Script, reference: Reference) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the offsets of each token's state in a stage's report and in the reference.
+def _state_tokens(
+    states: Sequence[float], layer: LayerReference, tokens: Sequence[tuple[int, int]]
+) -> list[Token]:
+    typical, highest = layer.roundings.typical, layer.roundings.highest
+    return [
+        Token(state_deviation(states, here, layer, token), typical[token], highest[token])
+        for here, token in tokens
+    ]
+
+
+def _tokens(script: Script, reference: Reference) -> list[list[tuple[int, int]]]:
+    """Return the offset of each token's state in a stage's report, and its index in the reference.
 
     Returns:
-        Tokens that do not read the cache, and tokens that do, each in the order of the steps.
+        The tokens of each phase, in the order of the steps.
     """
-    fresh: list[tuple[int, int]] = []
-    cached: list[tuple[int, int]] = []
+    groups: dict[Phase, list[tuple[int, int]]] = {phase: [] for phase in Phase}
     here = 0
     for part in (part for checked_step in script.steps for part in checked_step.slices):
         for position in range(part.first, part.first + part.num_tokens):
-            place = (here, reference.state_index(part.text, position))
-            (cached if part.reads_cache else fresh).append(place)
+            groups[part.phase].append((here, reference.token_index(part.text, position)))
             here += STATE_WIDTH
-    return fresh, cached
+    return list(groups.values())
 
 
 def _compare(script: Script, rows: Sequence[AnsweredRow], known: KnownReference) -> Verdict:
     reference = known.reference
-    allowed = tolerance(reference)
-    prompts = deviation([_pair(row, reference) for row in rows if not row.part.reads_cache], reference)
-    cached = deviation([_pair(row, reference) for row in rows if row.part.reads_cache], reference)
-    found = _larger(prompts, cached)
+    groups = [[_row_token(row, reference) for row in rows if row.part.phase is phase] for phase in Phase]
+    deviations = deviations_of(groups)
+    worst = deviations[0]
     detail = (
         f"the log-probabilities of {len(rows)} tokens in {len(script.steps)} steps differ from "
-        f"{known.origin} by {found:.2g} of the spread of the logits, and {allowed:.2g} is allowed"
+        f"{known.origin} {worst.extent} of the spread of the logits, and {worst.allowed:.2g} is allowed"
         f"{_left_out(script)}"
     )
-    outcome = CheckOutcome.PASSED if found <= allowed else CheckOutcome.FAILED
-    if outcome is CheckOutcome.PASSED and (wrong := _wrongly_sampled(rows, reference)) is not None:
+    outcome = CheckOutcome.PASSED if worst.is_good else CheckOutcome.FAILED
+    if worst.is_good and (wrong := _wrongly_sampled(rows, reference)) is not None:
         outcome, detail = CheckOutcome.FAILED, f"{wrong}; {detail}"
-    return Verdict(outcome=outcome, detail=detail, deviation=found, allowed=allowed)
+    share = max(deviation.share for deviation in deviations)
+    return Verdict(outcome=outcome, detail=detail, deviation=worst.value, allowed=worst.allowed, share=share)
 
 
-def _larger(one: float, other: float) -> float:
-    """Return the larger number; NaN is larger than any."""
-    return one if math.isnan(one) or one > other else other
+def _row_token(row: AnsweredRow, reference: Reference) -> Token:
+    roundings, spread = reference.texts[row.part.text].roundings, _spread(reference)
+    return Token(
+        row_deviation(*_pair(row, reference), reference),
+        roundings.typical[row.position] / spread,
+        roundings.highest[row.position] / spread,
+    )
 
 
 def _left_out(script: Script) -> str:
@@ -317,9 +385,19 @@ def _pair(row: AnsweredRow, reference: Reference) -> Pair:
     return row.logprobs, reference.texts[row.part.text].rows[row.position]
 
 
+def clearly_expected(expected: TokenLogprobs, rounding: float) -> int | None:
+    """Return the token that a greedy sampler must choose; None if `rounding` of the row may decide."""
+    if len(expected.top) < 2:
+        return expected.top[0][0] if expected.top else None
+    (token, first), (_, second) = expected.top[:2]
+    return token if first - second > _CLEAR_GAP * rounding else None
+
+
 def _wrongly_sampled(rows: Sequence[AnsweredRow], reference: Reference) -> str | None:
     for row in rows:
-        expected = clearly_expected(_pair(row, reference)[1], reference)
+        text = reference.texts[row.part.text]
+        rounding = max(text.roundings.highest[row.position], _MIN_ROUNDING * _spread(reference))
+        expected = clearly_expected(text.rows[row.position], rounding)
         if row.sampled is not None and expected is not None and row.sampled != expected:
             return f"token {row.sampled} was sampled where {expected} is by far the most likely"
     return None

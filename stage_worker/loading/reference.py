@@ -60,13 +60,22 @@ from kvcache.scaled_pages import scaled_rows, unscaled_rows
 from stage_worker.assignment import ReferenceRequest
 from stage_worker.backends.backend import LoadProgress, StageLoadError
 from stage_worker.backends.tensor_views import ELEMENTS, as_array, from_wire, project, to_wire
-from stage_worker.loading.head_summary import HeadSummary, NonFiniteReference, relative_rounding
+from stage_worker.loading.head_summary import HeadSummary, NonFiniteReference
+from stage_worker.loading.reference_copies import (
+    EXACT,
+    NUM_COPIES,
+    ROUNDED,
+    relative_changes,
+    round_copies,
+    roundings_of,
+    routed,
+)
 from stage_worker.loading.reference_memory import reference_bytes, rows_per_block
 from stage_worker.loading.stage_loader import fingerprint_mismatch
 from stage_worker.loading.streamed_blocks import hidden_blocks
 from stage_worker.loading.streamed_compressed import StreamedCompressed
 from stage_worker.loading.streamed_delta import delta_inputs, kimi_delta
-from stage_worker.loading.streamed_feed_forward import StreamedFeedForward, is_among
+from stage_worker.loading.streamed_feed_forward import StreamedFeedForward
 from stage_worker.loading.streamed_mamba import EXACT_VECTORS, MambaVectors
 from stage_worker.loading.streamed_ngrams import with_ngrams
 from stage_worker.loading.streamed_streams import (
@@ -80,7 +89,7 @@ from stage_worker.model.quantize import rounded_to
 from stage_worker.model.rope import rotated_pairs
 from stage_worker.model.weights import load_rows
 from wire.errors import HandshakeMismatch, InvalidRequest, Overloaded, StaleStream
-from wire.reference import LayerReference, Reference, TextReference
+from wire.reference import LayerReference, Reference
 from wire.tensors import WireDType
 
 _Masks = list[Tensor | None]
@@ -89,8 +98,7 @@ _Masks = list[Tensor | None]
 class StreamedModel:
     """Computes several texts in one pass over the weights, without a KV cache, on the CPU.
 
-    Hidden states are [2, n, width] for the n tokens of all texts in order: exact, and rounded after every
-    operation.
+    Hidden states are [copies, n, width] for the n tokens of all texts in order; see `reference_copies`.
     """
 
     def __init__(
@@ -117,13 +125,13 @@ class StreamedModel:
         self._block = torch.empty(0)
 
     def hidden_states(self, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """Yield the hidden states [2, n, width] after each layer. Raises like `load_tensors`."""
+        """Yield the hidden states [copies, n, width] after each layer. Raises like `load_tensors`."""
         config, lengths = self._config, [len(text) for text in texts]
         self.tokens = torch.tensor([token for text in texts for token in text])
         name = config.names.embeddings
         embedded = torch.cat([self._rows(name, token, token + 1) for text in texts for token in text])
         scale = torch.tensor(config.embedding_scale, dtype=self._dtype).float()
-        hidden = self.rounded(torch.stack((embedded, embedded)) * scale).repeat(1, 1, config.num_streams)
+        hidden = self.rounded(embedded.expand(NUM_COPIES, -1, -1) * scale).repeat(1, 1, config.num_streams)
         for index, plan in enumerate(config.layers):
             self._fraction = index / config.num_layers
             layer = StreamedLayer(self, plan, rows_of_roles(config, index))
@@ -131,7 +139,7 @@ class StreamedModel:
             yield hidden
 
     def logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first token, logits float32 [2, n, m]) per block of m tokens."""
+        """Yield (first token, logits float32 [copies, n, m]) per block of m tokens."""
         config = self._config
         if config.collapse is not None:
             hidden = collapsed(self, config.collapse, self._of_collapse, hidden)
@@ -149,18 +157,20 @@ class StreamedModel:
 
     def _as_sent(self, hidden: Tensor) -> Tensor:
         if self._wire_dtype is not None:
-            sent = to_wire(hidden[1], self._wire_dtype)
-            hidden[1] = from_wire(sent, device=hidden.device, dtype=self._dtype)
+            for rounded in hidden[ROUNDED:]:
+                sent = to_wire(rounded, self._wire_dtype)
+                rounded.copy_(from_wire(sent, device=hidden.device, dtype=self._dtype))
         return hidden
 
     def cached(self, x: Tensor) -> Tensor:
-        """Round the second of keys or values `x` [2, n, kv_heads, width], or of latents, as pages do."""
+        """Round keys or values `x` [copies, n, kv_heads, width], or latents, as pages do."""
         if self._kv_element is not None:
-            x[1] = unscaled_rows(*scaled_rows(x[1], self._kv_element), self._kv_element, self._dtype)
+            elements, scales = scaled_rows(x[ROUNDED:], self._kv_element)
+            x[ROUNDED:] = unscaled_rows(elements, scales, self._kv_element, self._dtype)
         return x
 
     def normed(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Norm `x` [2, ..., width]."""
+        """Norm `x` [copies, ..., width]."""
         is_offset = norm.kind in (NormKind.RMS_OFFSET, NormKind.LAYER_OFFSET)
         if norm.kind in (NormKind.LAYER, NormKind.LAYER_OFFSET):
             x = x - x.mean(dim=-1, keepdim=True)
@@ -203,7 +213,7 @@ class StreamedModel:
         return torch.cat(products, dim=-1)
 
     def projected(self, x: Tensor, weight: RoleRows, bias: RoleRows | None) -> Tensor:
-        """[2, n, out] for x [2, n, in]."""
+        """[copies, n, out] for x [copies, n, in]."""
         blocks = self._blocks(weight, self._config.weight_format)
         if weight.is_across:
             product = self._across(x, weight, blocks)
@@ -250,9 +260,8 @@ class StreamedModel:
         return rows
 
     def rounded(self, x: Tensor) -> Tensor:
-        """Round the second of `x` [2, ...]."""
-        x[1] = x[1].to(self._dtype)
-        return x
+        """Round the copies of `x` [copies, ...] but the exact one, in place."""
+        return round_copies(x, self._dtype)
 
 
 def _limited(x: Tensor, cap: float) -> Tensor:
@@ -266,7 +275,7 @@ class StreamedLayer:
         self.model, self.plan, self.places = model, plan, places
 
     def output(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Hidden states after the layer, [2, n, width] as `hidden`, of texts of `lengths`."""
+        """Hidden states after the layer, [copies, n, width] as `hidden`, of texts of `lengths`."""
         plan = self.plan
         if plan.ngrams is not None:
             hidden = with_ngrams(self, hidden, lengths, plan.ngrams)
@@ -295,7 +304,7 @@ class StreamedLayer:
     def _output_of_streams(
         self, streams: Tensor, plan: HyperConnection | GatedConnection, lengths: Sequence[int]
     ) -> Tensor:
-        """Several residual streams [2, n, num_streams * width] after the layer."""
+        """Several residual streams [copies, n, num_streams * width] after the layer."""
         if not isinstance(self.plan.mixer, NoMixer):
             connection = self._connection(TensorRole.MIXER_STREAMS, plan, streams)
             x = self.normed(connection.row(), TensorRole.MIXER_NORM)
@@ -324,7 +333,7 @@ class StreamedLayer:
         return self.model.normed(x, norm or self.plan.norm, *vectors)
 
     def projected(self, x: Tensor, role: TensorRole, expert: int | None = None) -> Tensor:
-        """[2, n, out] for `x` [2, n, in]."""
+        """[copies, n, out] for `x` [copies, n, in]."""
         weight, bias = self.places[role, "weight", expert], self.places.get((role, "bias", expert))
         scales = [scale for scale in self.plan.row_scales if scale.role is role]
         if not scales:
@@ -424,7 +433,7 @@ class StreamedLayer:
         return self.projected(output, TensorRole.O)
 
     def _expanded(self, latents: Tensor, mixer: Latent) -> tuple[Tensor, Tensor]:
-        """Keys and values [2, n, heads, width] of `latents` [2, n, kv_rank]."""
+        """Keys and values [copies, n, heads, width] of `latents` [copies, n, kv_rank]."""
         if not mixer.is_split:
             both = self.projected(latents, TensorRole.KV_UP).view(*latents.shape[:2], mixer.num_heads, -1)
             return both[..., : mixer.nope_dim], both[..., mixer.nope_dim :]
@@ -435,7 +444,7 @@ class StreamedLayer:
         return torch.stack(keys, 2), torch.stack(values, 2)
 
     def _not_chosen(self, x: Tensor, latents: Tensor, lengths: Sequence[int], mixer: Latent) -> _Masks:
-        """Whether each query [2, 1, n, n] does not see a token, of each text; None if it sees all."""
+        """Whether each query [copies, 1, n, n] does not see a token, of each text; None if it sees all."""
         indexer, rope, count = mixer.indexer, mixer.rope, mixer.top_k
         assert indexer and rope and count, "a mixer without indexer"
         heads = self.projected(latents, TensorRole.INDEX_Q).view(*x.shape[:2], indexer.num_heads, -1)
@@ -450,7 +459,7 @@ class StreamedLayer:
                     turning.copy_(self._rotated(turning, rope))
                 scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
                 total = (w.transpose(1, 2)[..., None] * scores.relu()).sum(1)
-                found[index] = ~is_among(total + torch.full_like(total, -math.inf).triu(1), count)[:, None]
+                found[index] = ~routed(total + torch.full_like(total, -math.inf).triu(1), count)[:, None]
         return found
 
     def _attention(self, x: Tensor, lengths: Sequence[int], mixer: Attention) -> Tensor:
@@ -504,8 +513,9 @@ class StreamedLayer:
         mixer: Attention | Latent,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """[2, n, heads * width] for query [2, n, heads, head_dim], key [2, n, kv_heads, head_dim] and value
-        [2, n, kv_heads, width]. `hidden` [2, 1, n, n]: further tokens that a query does not see.
+        """[copies, n, heads * width] for query [copies, n, heads, head_dim], key [copies, n, kv_heads,
+        head_dim] and value [copies, n, kv_heads, width]. `hidden` [copies, 1, n, n]: further tokens that a
+        query does not see.
         """
         num_tokens = query.shape[1]
         queries, keys, values = (
@@ -526,7 +536,7 @@ class StreamedLayer:
         return self.model.rounded((weights @ values).transpose(1, 2).flatten(2))
 
     def _rotated(self, heads: Tensor, rope: RopeConfig | None) -> Tensor:
-        """Rotate the pairs of `heads` [2, n, heads, width] in the order of the checkpoint."""
+        """Rotate the pairs of `heads` [copies, n, heads, width] in the order of the checkpoint."""
         return heads if rope is None else self.model.rounded(rotated_pairs(heads, rope))
 
 
@@ -579,7 +589,7 @@ def _compute(request: ReferenceRequest, checkpoint: Checkpoint, progress: LoadPr
     )
     layers: list[LayerReference] = []
     for hidden in model.hidden_states(request.texts):
-        layers.append(LayerReference(as_array(project(hidden[0])), relative_rounding(hidden)))
+        layers.append(_layer_reference(hidden))
     summary = HeadSummary(request.texts, num_top=request.num_top)
     try:
         for first, logits in model.logits(hidden):
@@ -590,6 +600,8 @@ def _compute(request: ReferenceRequest, checkpoint: Checkpoint, progress: LoadPr
             expected="finite numbers",
             got=f"others for position {error.position} of text {error.text}",
         ) from error
-    rows = iter(summary.rows())
-    texts = tuple(TextReference(text, tuple(next(rows) for _ in text)) for text in request.texts)
-    return Reference(texts, tuple(layers), summary.logit_spread, summary.rounding)
+    return Reference(tuple(summary.texts()), tuple(layers), summary.logit_spread)
+
+
+def _layer_reference(hidden: Tensor) -> LayerReference:
+    return LayerReference(as_array(project(hidden[EXACT])), roundings_of(relative_changes(hidden)))

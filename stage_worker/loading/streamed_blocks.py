@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from checkpoint import Attention, Norm
 from checkpoint.blueprint import NormKind
 from checkpoint.names import TensorRole
-from stage_worker.loading.streamed_feed_forward import is_among
+from stage_worker.loading.reference_copies import routed
 from stage_worker.model.rope import rotated_pairs
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def hidden_blocks(
     layer: StreamedLayer, x: Tensor, lengths: Sequence[int], mixer: Attention
 ) -> list[Tensor | None]:
-    """Whether each query [2, 1, n, n] does not see a token, of each text; None if it sees all."""
+    """Whether each query [copies, 1, n, n] does not see a token, of each text; None if it sees all."""
     found: list[Tensor | None] = [None] * len(lengths)
     if (plan := mixer.indexer) is None:
         return found
@@ -42,7 +42,7 @@ def hidden_blocks(
         scores = _rotated(layer, q, mixer).transpose(1, 2) @ keys.permute(0, 2, 3, 1)
         seen = (torch.arange(lengths[index]) + 1)[:, None] // plan.block_size > torch.arange(blocks)
         total = scores.relu().sum(1).masked_fill(~seen, -math.inf)
-        not_chosen = ~is_among(total, plan.top_blocks) & seen
+        not_chosen = ~routed(total, plan.top_blocks) & seen
         by_token = not_chosen.repeat_interleave(plan.block_size, -1)
         found[index] = pad(by_token, (0, lengths[index] - by_token.shape[-1]))[:, None]
     return found

@@ -16,7 +16,7 @@ from checkpoint.compressed import Compressed, Compressor, EntryIndexer
 from checkpoint.compressed_shapes import GATE_BIAS_KIND
 from checkpoint.names import TensorRole
 from checkpoint.tensors import SINKS_KIND, RoleRows
-from stage_worker.loading.streamed_feed_forward import is_among
+from stage_worker.loading.reference_copies import routed
 from stage_worker.model.rope import rotated_pairs
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ Roles = tuple[TensorRole, TensorRole, TensorRole, TensorRole]
 
 
 class StreamedCompressed:
-    """See `Compressed`; tensors are [2, ...], exact and rounded."""
+    """See `Compressed`; tensors are [copies, ...]."""
 
     def __init__(self, layer: StreamedLayer, mixer: Compressed) -> None:
         self._layer, self._mixer = layer, mixer
@@ -36,7 +36,7 @@ class StreamedCompressed:
         self._norm = Norm(kind=NormKind.RMS_WIDE, eps=mixer.norm_eps)
 
     def __call__(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[2, n, width] for `x` [2, n, width] of texts of `lengths`."""
+        """[copies, n, width] for `x` [copies, n, width] of texts of `lengths`."""
         layer, mixer = self._layer, self._mixer
         rounded = self._model.rounded
         latents = layer.normed(layer.projected(x, TensorRole.Q_DOWN), TensorRole.Q_LATENT_NORM, self._norm)
@@ -61,17 +61,20 @@ class StreamedCompressed:
         return layer.projected(self._by_group(mixed), TensorRole.O)
 
     def _attended(self, heads: Tensor, keys: Tensor, entries: Tensor | None, among: Tensor | None) -> Tensor:
-        """Output [2, n, q_size] of one text; `entries` [2, e, 1, width], of which queries see `among`."""
+        """Output [copies, n, q_size] of one text.
+
+        Queries see `among` of the `entries` [copies, e, 1, width].
+        """
         mixer, count = self._mixer, heads.shape[1]
         heads = self._rotated(heads)
         rows = self._model.cached(self._rotated(keys))
         place = torch.arange(count)
         distance = place[:, None] - place
-        hidden = ((distance < 0) | (distance >= mixer.window)).expand(2, -1, -1)
+        hidden = ((distance < 0) | (distance >= mixer.window)).expand(len(heads), -1, -1)
         if entries is not None and mixer.compressor is not None:
             rows = torch.cat((rows, entries), dim=1)
             after = torch.arange(entries.shape[1]) >= (place[:, None] + 1) // mixer.compressor.ratio
-            unseen = after.expand(2, -1, -1) if among is None else after | ~among
+            unseen = after.expand(len(heads), -1, -1) if among is None else after | ~among
             hidden = torch.cat((hidden, unseen), dim=2)
         scores = torch.einsum("cqhd,ckd->chqk", heads, rows[:, :, 0]) * mixer.scale
         scores = scores.masked_fill(hidden[:, None], -math.inf)
@@ -82,7 +85,7 @@ class StreamedCompressed:
         return self._rotated(mixed, is_back=True).flatten(2)
 
     def _by_group(self, mixed: Tensor) -> Tensor:
-        """The groups of heads [2, n, q_size], each projected, [2, n, o_size]."""
+        """The groups of heads [copies, n, q_size], each projected, [copies, n, o_size]."""
         mixer, rows = self._mixer, self._places[TensorRole.O_GROUPS, "weight", None]
         parts = [
             self._model.projected(part, self._rows(rows, group), None)
@@ -96,7 +99,7 @@ class StreamedCompressed:
         return replace(rows, begin=begin, end=begin + self._mixer.group_rank)
 
     def _pooled(self, x: Tensor, sizes: list[int], plan: Compressor, roles: Roles) -> Iterator[Tensor]:
-        """Rotated entries [2, e, 1, width] of each text, or their keys."""
+        """Rotated entries [copies, e, 1, width] of each text, or their keys."""
         values, gates = (self._layer.projected(x, role) for role in roles[:2])
         bias = self._model.table(self._places[roles[2], GATE_BIAS_KIND, None], torch.float32)
         texts = zip(values.split_with_sizes(sizes, 1), gates.split_with_sizes(sizes, 1), strict=True)
@@ -106,11 +109,11 @@ class StreamedCompressed:
                 for end in range(plan.ratio, own_values.shape[1] + 1, plan.ratio)
             ]
             width = bias.shape[1] // (2 if plan.has_overlap else 1)
-            found = torch.stack(entries, 1) if entries else own_values.new_zeros(2, 0, width)
+            found = torch.stack(entries, 1) if entries else own_values.new_zeros(len(own_values), 0, width)
             yield self._rotated(self._layer.normed(found, roles[3], self._norm)[:, :, None], step=plan.ratio)
 
     def _entry(self, values: Tensor, gates: Tensor, bias: Tensor, end: int, plan: Compressor) -> Tensor:
-        """The sum [2, width] for the tokens of a text before `end`."""
+        """The sum [copies, width] for the tokens of a text before `end`."""
         begin, width = end - plan.ratio, values.shape[-1]
         parts = [(slice(begin, end), slice(0, width))]
         if plan.has_overlap:
@@ -126,7 +129,7 @@ class StreamedCompressed:
     def _chosen(
         self, x: Tensor, latents: Tensor, sizes: list[int], plan: Compressor, indexer: EntryIndexer
     ) -> Iterator[Tensor | None]:
-        """Whether queries [2, n, e] see the entries of each text; None if they see all before them."""
+        """Whether queries [copies, n, e] see the entries of each text; None if they see all before them."""
         heads = torch.unflatten(
             self._layer.projected(latents, TensorRole.INDEX_Q), -1, (indexer.num_heads, -1)
         )
@@ -142,10 +145,10 @@ class StreamedCompressed:
             scores = torch.einsum("cqhk,cqh->cqk", products, shares)
             ends = (torch.arange(own.shape[1])[:, None] + 1) // plan.ratio
             after = torch.arange(rows.shape[1]) >= ends
-            yield is_among(scores.masked_fill(after, -math.inf), indexer.num_chosen)
+            yield routed(scores.masked_fill(after, -math.inf), indexer.num_chosen)
 
     def _rotated(self, heads: Tensor, *, step: int = 1, is_back: bool = False) -> Tensor:
-        """`heads` [2, n, heads, width] of positions 0, `step`, 2 * `step`, ..., rotated."""
+        """`heads` [copies, n, heads, width] of positions 0, `step`, 2 * `step`, ..., rotated."""
         rope = self._mixer.rope
         if rope is None:
             return heads

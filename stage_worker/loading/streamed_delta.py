@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaInputs:
-    """Projections of n tokens, exact and rounded: `fresh` [2, n, channels] before the convolution, `gate`
-    [2, n, heads * value_dim], `strength` (b) and `decay` (a) [2, n, heads].
+    """Projections of n tokens: `fresh` [copies, n, channels] before the convolution, `gate`
+    [copies, n, heads * value_dim], `strength` (b) and `decay` (a) [copies, n, heads].
     """
 
     fresh: Tensor
@@ -37,7 +37,7 @@ class DeltaInputs:
         lengths: Sequence[int],
         rounded: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Output [2, n, heads, value_dim] before its norm, of texts of `lengths`.
+        """Output [copies, n, heads, value_dim] before its norm, of texts of `lengths`.
 
         `kernel` is [channels, 1, kernel_size]; `decays` are A_log, or the rates, and dt_bias [heads].
         """
@@ -53,8 +53,8 @@ class DeltaInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KimiDeltaInputs:
-    """Projections of n tokens for Kimi Delta Attention, exact and rounded: `fresh` [2, n, channels] before
-    the convolutions, `strength` (b) [2, n, heads] and `decay` (a) [2, n, heads * head_dim].
+    """Projections of n tokens for Kimi Delta Attention: `fresh` [copies, n, channels] before
+    the convolutions, `strength` (b) [copies, n, heads] and `decay` (a) [copies, n, heads * head_dim].
     """
 
     fresh: Tensor
@@ -102,13 +102,13 @@ def _parts(joined: Tensor, sizes: tuple[int, ...], num_key_heads: int, *, is_gro
 
 
 def _convolved(rows: Tensor, kernel: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
-    """SiLU of the causal convolution of `rows` [2, n, channels]."""
+    """SiLU of the causal convolution of `rows` [copies, n, channels]."""
     padded = pad(rows.transpose(1, 2), (kernel.shape[2] - 1, 0))
     return rounded(silu(rounded(conv1d(padded, kernel, groups=len(kernel))))).transpose(1, 2)
 
 
 def _heads(mixed: Tensor, mixer: GatedDelta) -> tuple[Tensor, Tensor, Tensor]:
-    """Unit queries and keys [2, n, heads, key_dim], and values, of `mixed` [2, n, channels]."""
+    """Unit queries and keys [copies, n, heads, key_dim], and values, of `mixed` [copies, n, channels]."""
     query, key, value = mixed.split_with_sizes((mixer.q_size, mixer.q_size, mixer.o_size), dim=-1)
     heads = torch.arange(mixer.num_heads)
     per_key = mixer.num_heads // mixer.num_key_heads
@@ -124,7 +124,10 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _delta_rule(query: Tensor, key: Tensor, value: Tensor, strength: Tensor, kept: Tensor) -> Tensor:
-    """Output [2, n, heads, value_dim] of heads [2, n, heads, width]; `kept` [2, n, heads, key_dim or 1]."""
+    """Output [copies, n, heads, value_dim] of heads [copies, n, heads, width].
+
+    `kept` is [copies, n, heads, key_dim or 1].
+    """
     state = torch.zeros(*key[:, 0].shape, value.shape[-1])
     outputs = []
     for token in range(key.shape[1]):

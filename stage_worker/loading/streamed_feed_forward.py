@@ -14,6 +14,7 @@ from checkpoint import Dense, Experts, Norm
 from checkpoint.blueprint import Activation, ClampedSwiGlu, GroupScore, NormKind, RouterScore
 from checkpoint.names import TensorRole
 from checkpoint.tensors import CHOICE_BIAS_KIND, EXPERT_SCALE_KIND, HASH_KIND, ROUTER_NORM_KIND
+from stage_worker.loading.reference_copies import routed
 
 if TYPE_CHECKING:
     from stage_worker.loading.reference import StreamedLayer
@@ -34,7 +35,7 @@ class StreamedFeedForward:
         self._layer, self._model, self._places = layer, layer.model, layer.places
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[2, n, width] for the normed `x` of `residual`, both [2, n, width]."""
+        """[copies, n, width] for the normed `x` of `residual`, both [copies, n, width]."""
         plan = self._plan
         if isinstance(plan, Dense):
             return self._mlp(x, plan, (TensorRole.GATE, TensorRole.UP, TensorRole.DOWN))
@@ -87,7 +88,7 @@ class StreamedFeedForward:
         return self._layer.normed(mixed, TensorRole.EXPERTS_OUT_NORM, norm)
 
     def _chosen(self, x: Tensor, routed: Tensor, plan: Experts) -> Tensor:
-        """The experts' results, of tokens that one of both copies of `x` gives to them."""
+        """The experts' results, of tokens that a copy of `x` gives to them."""
         shares = self._shares(routed, plan)
         if plan.latent_width is not None:
             x = self._layer.projected(x, TensorRole.EXPERTS_IN)
@@ -109,7 +110,7 @@ class StreamedFeedForward:
         return found.scatter_(1, chosen, True)
 
     def _shares(self, x: Tensor, plan: Experts) -> Tensor:
-        """Weight of each expert for each token [2, n, experts], 0 if it is not chosen."""
+        """Weight of each expert for each token [copies, n, experts], 0 if it is not chosen."""
         router = plan.router
         if router.is_wide:
             logits = self._model.exact_products(x, self._places[TensorRole.ROUTER, "weight", None])
@@ -123,9 +124,9 @@ class StreamedFeedForward:
             groups = ranks.view(*ranks.shape[:2], router.num_groups, -1)
             num_best = 2 if router.group_score is GroupScore.BEST_TWO else 1
             best = groups.sort(dim=-1).values[..., -num_best:].sum(dim=-1)
-            is_kept = choices(best, router.num_kept_groups)
+            is_kept = routed(best, router.num_kept_groups)
             ranks = groups.masked_fill(~is_kept[..., None], -math.inf).flatten(-2)
-        is_chosen = choices(ranks, plan.per_token)
+        is_chosen = routed(ranks, plan.per_token)
         if router.num_hashed_tokens is not None:
             is_chosen = self._is_hashed(plan)
         chosen = scores.masked_fill(~is_chosen, 0.0)
@@ -143,35 +144,3 @@ _SCORES: dict[RouterScore, Callable[[Tensor], Tensor]] = {
     RouterScore.SIGMOID: torch.sigmoid,
     RouterScore.SQRT_SOFTPLUS: lambda logits: softplus(logits) ** 0.5,
 }
-
-
-_UNDECIDED = 2.0
-"""Rounding may move two ranks towards each other, each by as much as it moved any."""
-
-
-def choices(ranks: Tensor, count: int) -> Tensor:
-    """Whether each of `ranks` [2, n, m], exact and rounded, is chosen, as one of the `count` highest.
-
-    Where rounding decides, a stage may choose otherwise than either copy: it rounds other sums. So that the
-    difference of both copies has the effect of that, the second one takes the next best in the place of its
-    last one, if both copies choose alike and the gap is within `_UNDECIDED` times the largest difference of a
-    rank between them.
-    """
-    is_chosen = is_among(ranks, count)
-    if count >= ranks.shape[-1]:
-        return is_chosen
-    exact, rounded = ranks
-    differences = torch.where(ranks.isfinite().all(dim=0), (rounded - exact).abs(), 0.0)
-    moved = differences.amax(dim=-1)
-    best, order = rounded.sort(dim=-1, descending=True, stable=True)
-    is_near = best[:, count - 1] - best[:, count] <= _UNDECIDED * moved
-    rows = (is_near & (moved > 0) & (is_chosen[0] == is_chosen[1]).all(dim=-1)).nonzero()[:, 0]
-    is_chosen[1, rows, order[rows, count - 1]] = False
-    is_chosen[1, rows, order[rows, count]] = True
-    return is_chosen
-
-
-def is_among(ranks: Tensor, count: int) -> Tensor:
-    """Whether each of `ranks` [..., n] is one of the `count` highest; of equal ones, the first are."""
-    places = ranks.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    return places < count

@@ -36,9 +36,9 @@ class MambaVectors:
         lengths: Sequence[int],
         rounded: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Output and its gates, [2, n, heads * head_dim] each, of texts of `lengths`.
+        """Output and its gates, [copies, n, heads * head_dim] each, of texts of `lengths`.
 
-        `joined` [2, n, in_size] are projections of the tokens, exact and rounded.
+        `joined` [copies, n, in_size] are projections of the tokens.
         """
         sizes = (mixer.o_size, mixer.conv_size, mixer.num_heads)
         gate, fresh, dt = joined.split_with_sizes(sizes, dim=-1)
@@ -52,7 +52,7 @@ class MambaVectors:
         return torch.cat(found, dim=1), silu(gate)
 
     def _scanned(self, mixed: Tensor, steps: Tensor, mixer: Mamba2) -> Tensor:
-        """Output [2, n, heads * head_dim] for inputs, B and C `mixed` [2, n, channels]."""
+        """Output [copies, n, heads * head_dim] for inputs, B and C `mixed` [copies, n, channels]."""
         x, b, c = mixed.split_with_sizes((mixer.o_size, mixer.q_size, mixer.q_size), dim=-1)
         x = torch.unflatten(x, -1, (mixer.num_heads, mixer.head_dim))
         shared = mixer.num_heads // mixer.num_head_groups
@@ -62,7 +62,7 @@ class MambaVectors:
         )
         decay, _, skip = self.exact
         kept = ((decay if mixer.has_rates else -decay.exp()) * steps).exp()
-        state = mixed.new_zeros(2, mixer.num_heads, mixer.head_dim, mixer.state_size)
+        state = mixed.new_zeros(len(mixed), mixer.num_heads, mixer.head_dim, mixer.state_size)
         outputs = []
         for token in range(mixed.shape[1]):
             added = torch.einsum("chp,chs->chps", x[:, token] * steps[:, token, :, None], b[:, token])

@@ -24,13 +24,13 @@ NGRAM_NORMS = (TensorRole.NGRAM_KEY_NORM, TensorRole.NGRAM_STREAM_NORM, TensorRo
 def with_ngrams(
     layer: StreamedLayer, streams: Tensor, lengths: Sequence[int], plan: NgramEmbedding
 ) -> Tensor:
-    """`streams` [2, n, channels] plus what the n-grams of the tokens add to them."""
+    """`streams` [copies, n, channels] plus what the n-grams of the tokens add to them."""
     model, places = layer.model, layer.places
     vectors = [model.table(places[TensorRole.NGRAM_HASH, kind, None], torch.int64) for kind in HASH_KINDS]
     texts = model.tokens.split_with_sizes(list(lengths))
     numbers = torch.cat([row_numbers(text.tolist(), plan, *vectors) for text in texts])
     rows = torch.stack([_row(layer, plan, number) for number in numbers.flatten().tolist()])
-    found = rows.view(1, len(numbers), -1).repeat(2, 1, 1)
+    found = rows.view(1, len(numbers), -1).repeat(len(streams), 1, 1)
     kernel = model.kernel(places[TensorRole.NGRAM_CONV, "weight", None])
     weights = {role: model.vector(places[role, "weight", None]) for role in NGRAM_NORMS}
     key, value = (layer.projected(found, role) for role in (TensorRole.NGRAM_KEY, TensorRole.NGRAM_VALUE))
@@ -68,8 +68,8 @@ def row_numbers(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NgramInputs:
-    """Projections of n tokens, exact and rounded: `key` [2, n, channels] and `value` [2, n, hidden_size]; and
-    the residual `streams` [2, n, channels] that they are added to.
+    """Projections of n tokens: `key` [copies, n, channels] and `value` [copies, n, hidden_size]; and
+    the residual `streams` [copies, n, channels] that they are added to.
     """
 
     key: Tensor
@@ -84,7 +84,7 @@ class NgramInputs:
         lengths: Sequence[int],
         model: StreamedModel,
     ) -> Tensor:
-        """What is added, [2, n, channels], for texts of `lengths`.
+        """What is added, [copies, n, channels], for texts of `lengths`.
 
         `kernel` is [channels, 1, kernel_size], `weights` are those of `NGRAM_NORMS`, [channels] each.
         """

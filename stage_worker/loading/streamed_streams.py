@@ -34,7 +34,7 @@ Places = Callable[[str], "RoleRows"]
 
 
 class StreamedConnection:
-    """The streams [2, n, num_streams * width] of one sub-layer, and the weights computed of them."""
+    """The streams [copies, n, num_streams * width] of one sub-layer, and the weights computed of them."""
 
     def __init__(self, model: StreamedModel, plan: HyperConnection, places: Places, streams: Tensor) -> None:
         self._model, self._plan = model, plan
@@ -46,12 +46,12 @@ class StreamedConnection:
         self._groups = [logit * scale + base for logit, base, scale in parts]
 
     def row(self) -> Tensor:
-        """The input of the sub-layer, [2, n, width]."""
+        """The input of the sub-layer, [copies, n, width]."""
         weights = self._groups[0].sigmoid() + self._plan.gate_eps
         return self._model.rounded(torch.einsum("xns,xnsw->xnw", weights, self._streams))
 
     def with_result(self, result: Tensor) -> Tensor:
-        """The new streams, with the `result` [2, n, width]."""
+        """The new streams, with the `result` [copies, n, width]."""
         plan = self._plan
         shares = plan.magnitude * self._groups[1].sigmoid() + plan.write_eps
         kept = self._streams
@@ -69,7 +69,7 @@ class StreamedConnection:
 
 
 class StreamedGates:
-    """Gated streams [2, n, num_streams * width] of one sub-layer, or those after the last one."""
+    """Gated streams [copies, n, num_streams * width] of one sub-layer, or those after the last one."""
 
     def __init__(self, model: StreamedModel, plan: GatedCollapse, places: Places, streams: Tensor) -> None:
         self._model, self._plan, self._places = model, plan, places
@@ -79,7 +79,7 @@ class StreamedGates:
         self._normed = model.normed(self._streams, norm, weight)
 
     def row(self) -> Tensor:
-        """The input of the sub-layer, [2, n, width]."""
+        """The input of the sub-layer, [copies, n, width]."""
         model, flat = self._model, self._normed.flatten(2)
         low = model.rounded(model.projected(flat, self._places(DOWN), None) / self._plan.num_streams)
         gates = model.rounded(model.projected(model.rounded(silu(low)), self._places(UP), None).sigmoid())
@@ -87,7 +87,7 @@ class StreamedGates:
         return model.rounded(torch.unflatten(gated, -1, (self._plan.num_streams, -1)).mean(2))
 
     def with_result(self, result: Tensor) -> Tensor:
-        """The new streams, with the `result` [2, n, width]."""
+        """The new streams, with the `result` [copies, n, width]."""
         model = self._model
         logits = model.projected(self._normed.flatten(2), self._places(WRITE), None)
         shares = model.rounded(2 * model.rounded((logits / self._plan.num_streams).sigmoid()))
@@ -106,7 +106,7 @@ def connected(
 def collapsed(
     model: StreamedModel, plan: WeightedCollapse | GatedCollapse, places: Places, streams: Tensor
 ) -> Tensor:
-    """One row [2, n, width] of the streams [2, n, num_streams * width]."""
+    """One row [copies, n, width] of the streams [copies, n, num_streams * width]."""
     if isinstance(plan, GatedCollapse):
         return StreamedGates(model, plan, places, streams).row()
     scale, base = (model.exact(places(kind)) for kind in (SCALE, BASE))

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from checkpoint import Checkpoint, DType
-from coordinator.planner.plan import Plan, StagePlan, StepLimits
-from coordinator.recovery.self_check_script import texts_for, write_script
-from coordinator.recovery.self_check_verdict import CheckOutcome, KnownReference, Verdict, judge
-from stage_worker.assignment import ReferenceRequest
-from stage_worker.backends.backend import LoadProgress
-from stage_worker.loading.reference import compute_reference
-from stage_worker.model.decoder import DecoderStage
+from coordinator.recovery.self_check_verdict import CheckOutcome
 from stage_worker.model.kernels import unavailable_because
 from stage_worker.sampling import sampler
+from tests.checked_pipeline import CheckedPipeline
 from tests.checkpoints import make_checkpoint
 from tests.integration.planted_faults import FAULTS, Plant, positions_are_off_by_one_in_decodes
-from tests.local_pipeline import LocalPipeline
-from wire.ids import StageRole
-from wire.reference import NUM_TOP
 
 LAYERS = (2, 2, 2)
-NUM_BLOCKS = 32
 KERNELS = {
     "float32": (DType.F32, 16),
     "bfloat16 in torch": (DType.BF16, 16),
@@ -33,60 +23,6 @@ KERNELS = {
 }
 FAR = 5
 """Minimum ratio of a fault's deviation to the allowed one."""
-
-
-class Checked:
-    """A pipeline of real stages with a reference, for repeated self-checks."""
-
-    def __init__(self, directory: Path, dtype: DType, *, block_size: int = 8, **changes: Any) -> None:
-        self.plan = _plan(dtype, block_size)
-        self.pipeline = LocalPipeline(
-            directory, LAYERS, dtype=dtype, block_size=block_size, num_blocks=NUM_BLOCKS, **changes
-        )
-        checkpoint = Checkpoint.open(directory)
-        self.texts = texts_for(self.plan, checkpoint.config.vocab_size)
-        request = ReferenceRequest(
-            directory="",
-            fingerprint=checkpoint.fingerprint,
-            dtype=dtype,
-            texts=self.texts,
-            num_top=NUM_TOP,
-            wire_dtype=dtype,
-        )
-        self.reference = compute_reference(request, directory, free_bytes=1 << 30, progress=LoadProgress())
-        self.epoch = 0
-
-    def model(self, stage: int) -> DecoderStage:
-        untyped: Any = self.pipeline.stages[stage]
-        model = untyped._compute._model
-        assert isinstance(model, DecoderStage)
-        return model
-
-    def run(self) -> Verdict:
-        self.epoch += 1
-        script = write_script(self.plan, self.epoch, self.texts, self.pipeline.new_log())
-        results, states = self.pipeline.play(script)
-        return judge(script, self.plan, results, states, KnownReference(self.reference, "the reference"))
-
-
-def _plan(dtype: DType, block_size: int) -> Plan:
-    stages = tuple(
-        StagePlan(
-            stage=stage,
-            worker=f"w{stage}",
-            role=StageRole.of_stage(stage, len(LAYERS)),
-            layer_begin=sum(LAYERS[:stage]),
-            layer_end=sum(LAYERS[: stage + 1]),
-            weight_bytes=0,
-            kv_bytes=0,
-            activation_bytes=0,
-            memory_bytes=0,
-            cost=0,
-        )
-        for stage in range(len(LAYERS))
-    )
-    limits = StepLimits(max_step_tokens=64, max_step_sequences=16, max_sequence_tokens=128)
-    return Plan(stages=stages, num_blocks=NUM_BLOCKS, block_size=block_size, dtype=dtype, limits=limits)
 
 
 @pytest.fixture(scope="module", params=KERNELS)
@@ -97,7 +33,7 @@ def make_checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     reason = unavailable_because(Checkpoint.open(directory).config)
     if head_dim == 32 and reason is not None:
         pytest.skip(reason)
-    return lambda **changes: Checked(directory, dtype, **changes)
+    return lambda **changes: CheckedPipeline(directory, LAYERS, dtype, **changes)
 
 
 @pytest.mark.matrix(1)

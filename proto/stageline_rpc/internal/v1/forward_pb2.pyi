@@ -468,15 +468,10 @@ class ComputeReferenceResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LOGIT_SPREAD_FIELD_NUMBER: _builtins.int
-    ROUNDING_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     logit_spread: _builtins.float
     """Standard deviation of the logits over the vocabulary, root mean square over the rows."""
-    rounding: _builtins.float
-    """Root mean square change of the log-probabilities when all intermediate values are rounded to `dtype`, hidden states
-    after every layer to `wire_dtype`, and keys and values to `kv_dtype`.
-    """
     @_builtins.property
     def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextReference]:
         """References in the order of the requested texts."""
@@ -489,13 +484,12 @@ class ComputeReferenceResponse(_message.Message):
         self,
         *,
         logit_spread: _builtins.float = ...,
-        rounding: _builtins.float = ...,
         texts: _abc.Iterable[Global___TextReference] | None = ...,
         layers: _abc.Iterable[Global___LayerReference] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "logit_spread", b"logit_spread", "rounding", b"rounding", "texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "logit_spread", b"logit_spread", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -507,6 +501,15 @@ class TextReference(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    TYPICAL_ROUNDINGS_FIELD_NUMBER: _builtins.int
+    HIGHEST_ROUNDINGS_FIELD_NUMBER: _builtins.int
+    typical_roundings: _builtins.bytes
+    """For each row: float32 LE, the root mean square change of its log-probabilities when all intermediate values are
+    rounded to `dtype` (float32: to 19 bits), hidden states after every layer to `wire_dtype`, and keys and values to
+    `kv_dtype`.
+    """
+    highest_roundings: _builtins.bytes
+    """As above, and at least as high: also when routes are different wherever rounding decides."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -518,10 +521,12 @@ class TextReference(_message.Message):
         *,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         rows: _abc.Iterable[_step_pb2.StepLogprobs] | None = ...,
+        typical_roundings: _builtins.bytes = ...,
+        highest_roundings: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["highest_roundings", b"highest_roundings", "rows", b"rows", "tokens", b"tokens", "typical_roundings", b"typical_roundings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -534,23 +539,28 @@ class LayerReference(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATES_FIELD_NUMBER: _builtins.int
-    ROUNDING_FIELD_NUMBER: _builtins.int
+    TYPICAL_ROUNDINGS_FIELD_NUMBER: _builtins.int
+    HIGHEST_ROUNDINGS_FIELD_NUMBER: _builtins.int
     states: _builtins.bytes
     """For each token of each text, in order: 9 float32 LE, eight projections of its hidden state and its Euclidean norm.
     Projection k is the sum over the elements i of x[i] where bit 31 of f(8 i + k) is 0 and -x[i] where it is 1; f is
     the finalizer of MurmurHash3 for 32 bits.
     """
-    rounding: _builtins.float
-    """Root mean square change of the states by rounding as above, as a fraction of their norms."""
+    typical_roundings: _builtins.bytes
+    """For each token of each text, in order: float32 LE, its changes by rounding as in TextReference, as fractions of its
+    norm.
+    """
+    highest_roundings: _builtins.bytes
     def __init__(
         self,
         *,
         states: _builtins.bytes = ...,
-        rounding: _builtins.float = ...,
+        typical_roundings: _builtins.bytes = ...,
+        highest_roundings: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rounding", b"rounding", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["highest_roundings", b"highest_roundings", "states", b"states", "typical_roundings", b"typical_roundings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

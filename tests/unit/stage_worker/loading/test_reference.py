@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from stage_worker.backends.tensor_views import project
 from stage_worker.loading import reference as reference_module
 from stage_worker.loading import reference_memory
 from stage_worker.loading.reference import StreamedModel, compute_reference
+from stage_worker.loading.reference_copies import EXACT, NUM_COPIES
 from stage_worker.model.layer_weights import TORCH_DTYPES
 from stageline_rpc.internal.v1 import forward_pb2, step_pb2
 from stageline_rpc.v1 import cluster_pb2
@@ -147,6 +150,31 @@ def test_projections_equal_those_of_the_contract() -> None:
     assert project(row)[0].tolist() == pytest.approx([*expected, float(row.norm())], abs=1e-5)
 
 
+def rounding(reference: Reference) -> float:
+    """Root mean square of the highest roundings of all rows."""
+    return root_mean_square([value for text in reference.texts for value in text.roundings.highest])
+
+
+def rounding_of_layer(reference: Reference, layer: int = 0) -> float:
+    return root_mean_square(reference.layers[layer].roundings.highest)
+
+
+def root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(value * value for value in values) / len(values))
+
+
+def test_every_token_has_roundings(llama: Path) -> None:
+    reference = reference_of(llama, dtype=DType.BF16)
+    for found in (
+        *(layer.roundings for layer in reference.layers),
+        *(text.roundings for text in reference.texts),
+    ):
+        assert min(found.typical) > 0.0
+        assert all(map(operator.le, found.typical, found.highest))
+    assert [len(layer.roundings.typical) for layer in reference.layers] == [sum(map(len, TEXTS))] * 2
+    assert [len(text.roundings.highest) for text in reference.texts] == list(map(len, TEXTS))
+
+
 def test_texts_do_not_see_each_other(llama: Path) -> None:
     alone = reference_of(llama, texts=TEXTS[1:])
     together = reference_of(llama)
@@ -156,30 +184,30 @@ def test_texts_do_not_see_each_other(llama: Path) -> None:
 
 def test_rounding_grows_with_the_wire_dtype(llama: Path) -> None:
     whole, small = (reference_of(llama, wire_dtype=wire) for wire in (DType.F32, ScaledDType.I8))
-    assert (whole.rounding, whole.layers[0].rounding) == (0.0, 0.0)
-    assert small.rounding > 1e-4 and small.layers[0].rounding > 1e-4
+    assert rounding(whole) < 1e-5 and rounding_of_layer(whole) < 1e-5
+    assert rounding(small) > 1e-4 and rounding_of_layer(small) > 1e-4
 
 
 def test_rounding_grows_with_the_dtype_of_keys_and_values(llama: Path) -> None:
     whole, eight, four = (
         reference_of(llama, kv_dtype=kv) for kv in (None, ScaledDType.I8, ScaledDType.F8_E4M3)
     )
-    assert whole.rounding == 0.0
-    assert 1e-4 < 2 * eight.rounding < four.rounding < 1.0
+    assert rounding(whole) < 1e-5
+    assert 1e-4 < 2 * rounding(eight) < rounding(four) < 1.0
     assert whole.layers[0].states == eight.layers[0].states, "the exact states have exact keys and values"
 
 
 def test_values_are_rounded_and_not_only_keys(tmp_path: Path) -> None:
     """With a window of one token, attention returns its value, whatever the key."""
     directory = make_checkpoint(tmp_path / "own", "mistral", num_layers=1, sliding_window=1)
-    assert reference_of(directory).rounding == 0.0
-    assert reference_of(directory, kv_dtype=ScaledDType.F8_E4M3).rounding > 1e-4
+    assert rounding(reference_of(directory)) < 1e-5
+    assert rounding(reference_of(directory, kv_dtype=ScaledDType.F8_E4M3)) > 1e-4
 
 
 def test_rounding_matters_more_the_coarser_the_dtype(llama: Path) -> None:
-    assert reference_of(llama, dtype=DType.F32).rounding == 0.0
-    half = reference_of(llama, dtype=DType.F16).rounding
-    coarse = reference_of(llama, dtype=DType.BF16).rounding
+    assert 1e-7 < rounding(reference_of(llama, dtype=DType.F32)) < 1e-5
+    half = rounding(reference_of(llama, dtype=DType.F16))
+    coarse = rounding(reference_of(llama, dtype=DType.BF16))
     assert 1e-5 < half < coarse / 4
     assert coarse < 0.1
 
@@ -248,8 +276,8 @@ def test_weights_that_the_dtype_cannot_hold_are_rejected(tmp_path: Path) -> None
 
 
 def test_non_finite_logits_give_no_reference(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = torch.zeros(2, sum(map(len, TEXTS)), 128)
-    broken[0, 23, 5] = math.inf
+    broken = torch.zeros(NUM_COPIES, sum(map(len, TEXTS)), 128)
+    broken[EXACT, 23, 5] = math.inf
     monkeypatch.setattr(StreamedModel, "logits", lambda model, hidden: iter([(0, broken)]))
     with pytest.raises(HandshakeMismatch, match="finite numbers, got others for position 4 of text 1"):
         reference_of(llama)
@@ -304,9 +332,12 @@ def test_the_recorded_reference_equals_a_fresh_recording(tmp_path: Path) -> None
         read_references(path, fingerprint) for path in (tmp_path / "fresh.json", SELF_CHECK_FILE)
     )
     for key, reference in recorded.items():
-        found = (reference.logit_spread, reference.rounding, *(layer.rounding for layer in reference.layers))
-        expected = fresh[key]
-        assert found == pytest.approx(
-            (expected.logit_spread, expected.rounding, *(layer.rounding for layer in expected.layers)),
-            rel=0.1,  # products round differently on CPUs with and without bfloat16
+        found, expected = (
+            (
+                each.logit_spread,
+                rounding(each),
+                *(rounding_of_layer(each, i) for i in range(len(each.layers))),
+            )
+            for each in (reference, fresh[key])
         )
+        assert found == pytest.approx(expected, rel=0.1)  # products round differently on other CPUs
