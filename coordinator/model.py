@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from builtin_model import MODEL_DIRECTORY, MODEL_NAME
 from checkpoint import Blueprint, Checkpoint, DType, ScaledDType, UnsupportedModel, WeightFormat
-from checkpoint.files import has_params
+from checkpoint.directory import files_directory
+from checkpoint.files import FileIdentity, has_params, stat_files
 from checkpoint.gguf.files import is_gguf
 from checkpoint.implementation import Implementation
 from checkpoint.pins import Pins
@@ -53,6 +54,7 @@ class ServedModel:
         implementation: Code that computes the layers.
         directory: The checkpoint, or its GGUF file; None for a mock. Of a remote one, config, headers and
             tokenizer.
+        files: Identities of the files with weights when they were opened; empty for a mock and a remote one.
         pins: The version of a remote checkpoint; None for a directory.
         shared: The version of a directory that workers without it fetch; None if it is not served to them.
         manifest: SHA-256 of each tensor of a remote checkpoint; empty without a manifest.
@@ -73,6 +75,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...] = ()
     directory: Path | None = None
     is_builtin: bool = False
+    files: tuple[FileIdentity, ...] = ()
     pins: Pins | None = None
     shared: Pins | None = None
     manifest: Mapping[str, bytes] = field(default_factory=dict)
@@ -109,6 +112,16 @@ class ServedModel:
     def has_weights_here(self) -> bool:
         """Its weights are on this host, so that workers can fetch them: neither a mock nor remote."""
         return not self.is_mock and self.pins is None
+
+    def changed_files(self) -> list[Path]:
+        """Files with weights that were written or replaced since the model was opened."""
+        if self.directory is None:
+            return []
+        directory = files_directory(self.directory)
+        current = stat_files(directory, [file.name for file in self.files])
+        return [
+            directory / opened.name for opened, now in zip(self.files, current, strict=True) if opened != now
+        ]
 
     @property
     def weight_format(self) -> WeightFormat | None:
@@ -150,6 +163,7 @@ def model_of(
         eos_token_ids=tuple(checkpoint.eos_token_ids),
         directory=checkpoint.path,
         is_builtin=is_builtin,
+        files=checkpoint.file_identities() if checkpoint.pins is None else (),
         pins=checkpoint.pins,
         quantized=QuantizedFiles.of(checkpoint),
     )

@@ -58,7 +58,6 @@ from coordinator.observability.trace_store import StoreLimits, TraceStore
 from coordinator.planner.planner import check_counts, plan_for
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.recovery.self_check import References, SelfCheck
-from coordinator.recovery.self_check_verdict import roundings_of
 from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, join_pb2, join_pb2_grpc
 from stageline_rpc.v1 import (
     cluster_pb2,
@@ -235,9 +234,9 @@ class CoordinatorServer:
                 transport=self._transport,
             ),
             vocab_size=model.config.vocab_size,
-            roundings=roundings_of(model.config),
             interval_s=config.self_check_interval_s,
             policy=policy,
+            changed_files=model.changed_files,
         )
 
     def _new_status(self) -> StatusReporter:

@@ -153,7 +153,8 @@ class WeightsCheck:
         if checkpoint.fingerprint != self._model.fingerprint:
             raise FileChanged(f"{checkpoint.path} has changed since the coordinator started")
         config = checkpoint.config
-        return TensorHasher(checkpoint, _tensor_names(config, None), cache=self._cache)
+        names = _tensor_names(config, None)
+        return TensorHasher(checkpoint, names, files=self._model.files, cache=self._cache)
 
     def _ask(self) -> None:
         if not self._hashes:

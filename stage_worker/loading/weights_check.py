@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint import Checkpoint, CheckpointError
+from checkpoint.errors import FileChanged
 from checkpoint.files import FileIdentity, stat_files
 from checkpoint.hashes import HashCache, Hashes, TensorHasher, Urgency, hash_when_idle
 from stageline_rpc.internal.v1 import join_pb2
@@ -154,17 +155,14 @@ class WeightsVerifier:
         repair: Repair | None = None,
     ) -> bool:
         """Return whether all weights are equal. An order without idle time does not wait for `activity`."""
-        expected = {tensor.name: tensor.xxh3_128 for tensor in order.tensors}
-        seen = activity if order.idle_ms else lambda: Urgency.AT_ONCE
         try:
-            hasher = self._hasher(source)
-            hashes = await hash_when_idle(hasher, seen, idle_s=order.idle_ms / 1000)
+            problems = await self._compare(
+                source, order, activity if order.idle_ms else lambda: Urgency.AT_ONCE
+            )
         except CheckpointError as error:
             log.warning("weights stay compared by samples only, their files cannot be hashed: %s", error)
             return False
-        problems = _differences(source, expected, hashes)
         if not problems:
-            log.info("weights are equal: %d tensors, read_bytes=%d", len(hashes), hasher.read_bytes)
             return True
         reason = next(iter(problems.values()))
         log.error("%s", reason)
@@ -181,6 +179,30 @@ class WeightsVerifier:
         self._finding = _Finding(source, differ)
         reply(differ)
         return False
+
+    async def _compare(
+        self, source: LoadedFrom, order: join_pb2.VerifyWeights, seen: Callable[[], object | None]
+    ) -> dict[str, str]:
+        """Describe differing tensors by name.
+
+        After a failed self-check (an order without idle time), a file that has changed since it was loaded is
+        compared too: the next load would read it.
+        """
+        expected = {tensor.name: tensor.xxh3_128 for tensor in order.tensors}
+        hasher = self._hasher(source)
+        try:
+            hashes = await hash_when_idle(hasher, seen, idle_s=order.idle_ms / 1000)
+        except FileChanged as error:
+            if order.idle_ms:
+                raise
+            hasher = TensorHasher(source.checkpoint, source.tensors)
+            hashes = await hash_when_idle(hasher, seen, idle_s=0.0)
+            if not (problems := _differences(source, expected, hashes)):
+                raise
+            return {name: f"{error}; {problem}" for name, problem in problems.items()}
+        if not (problems := _differences(source, expected, hashes)):
+            log.info("weights are equal: %d tensors, read_bytes=%d", len(hashes), hasher.read_bytes)
+        return problems
 
     def _hasher(self, source: LoadedFrom) -> TensorHasher:
         """Files of a cache change with each fetched tensor: their pins identify them, and no hash is kept."""

@@ -34,14 +34,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_a_wrong_weight(model: Path, directory: Path, *, layer: int) -> Path:
     """A copy with the same fingerprint and one wrong layer."""
     copy = shutil.copytree(model, directory / "wrong")
-    name = f"model.layers.{layer}.mlp.gate_proj.weight"
-    entry = Checkpoint.open(copy).tensors[name]
-    free = byte_outside_of_samples(name, entry)
-    with (copy / entry.file).open("r+b") as stream:
-        stream.seek(free + (entry.begin - free) % 4)
-        stream.write(struct.pack("<f", WRONG_VALUE))
+    write_a_wrong_weight(copy, layer=layer)
     assert Checkpoint.open(copy).fingerprint == Checkpoint.open(model).fingerprint
     return copy
+
+
+def write_a_wrong_weight(directory: Path, *, layer: int) -> Path:
+    """Change one weight of a file in place; returns the file."""
+    name = f"model.layers.{layer}.mlp.gate_proj.weight"
+    entry = Checkpoint.open(directory).tensors[name]
+    free = byte_outside_of_samples(name, entry)
+    with (directory / entry.file).open("r+b") as stream:
+        stream.seek(free + (entry.begin - free) % 4)
+        stream.write(struct.pack("<f", WRONG_VALUE))
+    return directory / entry.file
 
 
 def without_workers(model: Path, *, cache_directory: Path | None = None) -> Cluster:
@@ -144,3 +150,15 @@ async def test_a_failed_reference_is_dropped_with_its_lost_source(
         await cluster.start_worker("good2")
         status = await cluster.wait_status(is_compared)
         assert "from the reference of worker good" in status.self_check.detail
+
+
+async def test_a_checkpoint_that_changed_in_place_is_named(model: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(model, tmp_path / "own")
+    async with Cluster(own, layers=LAYERS, self_check=True, policy=POLICY) as cluster:
+        file = write_a_wrong_weight(own, layer=3)
+        await cluster.workers["w1"].stop()
+        await cluster.start_worker("w1")
+        changed = "the checkpoint has changed since the coordinator started"
+        status = await cluster.wait_status(lambda status: changed in status.self_check.detail)
+        assert f"{changed}: restore {file}, or restart the coordinator" in status.self_check.detail
+        assert status.self_check.verdict == cluster_pb2.SELF_CHECK_VERDICT_FAILED
