@@ -74,7 +74,7 @@ STAGE_SERVICE = forward_pb2.DESCRIPTOR.services_by_name["StageService"].full_nam
 _MAX_CALLS_PER_HOST = 256
 """Of the coordinator, the stage before, and probes of its health."""
 _STREAM_WINDOW_BYTES = MIN_PAYLOAD_BYTES + 64 * 1024
-"""Hidden states in a frame do not wait for the receiver's window; larger ones have their own connection."""
+"""Hidden states below `--payload-min` do not wait for the receiver's window; others do, on a stream."""
 _WILDCARDS = ("0.0.0.0", "::")
 _PAYLOAD_PORT_HINT = "choose another address with --payload-listen HOST:PORT"
 
