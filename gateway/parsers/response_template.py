@@ -111,7 +111,20 @@ class _LenientParser(ResponseParser):
 
 
 def _tool_body(tool: ToolDefinition) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": tool.name, "parameters": dict(tool.parameters or {})}}
+    """The tool with what transformers reads of its schema: types of properties, of which it checks none."""
+    properties = (tool.parameters or {}).get("properties")
+    readable = {
+        name: _typed(schema) for name, schema in (properties.items() if isinstance(properties, dict) else ())
+    }
+    return {"type": "function", "function": {"name": tool.name, "parameters": {"properties": readable}}}
+
+
+def _typed(schema: object) -> dict[str, Any]:
+    if not isinstance(schema, dict):
+        return {}
+    unions = {name: schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)}
+    typed = {name: [_typed(branch) for branch in branches] for name, branches in unions.items()}
+    return {**{name: schema[name] for name in ("type", "nullable") if name in schema}, **typed}
 
 
 def _call_of(value: object) -> tuple[str, str] | None:

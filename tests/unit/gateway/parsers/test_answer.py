@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.parsers.answer import finish_reason
+from gateway.parsers.calls import ToolDefinition
 from gateway.parsers.events import ParsedAnswer
 from gateway.parsers.families import JSON_FORMAT, TOOL_FORMATS, choose_parsers
 from gateway.parsers.response_template import TemplateParser
@@ -104,6 +105,23 @@ def test_half_of_a_surrogate_pair_in_a_call_of_a_template_is_replaced() -> None:
         body = f'{{"name": "clock", "arguments": {arguments}}}'
         answer = parse(template_parser(), [f"<tool_call>{body}</tool_call>"])
         assert [call.arguments for call in answer.calls] == ['{"a": "\ufffd"}']
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"anyOf": 5}, "3"),
+        ({"anyOf": [{"oneOf": True}]}, "3"),
+        ({"type": 5}, "3"),
+        (None, "3"),
+        ({"anyOf": [{"type": "integer"}]}, 3),
+    ],
+)
+def test_a_response_template_takes_types_from_schemas_of_any_form(schema: object, value: object) -> None:
+    tool = ToolDefinition("clock", {"type": "object", "properties": {"a": schema}})
+    parser = TemplateParser(TEMPLATE, prompt=PROMPT, tools=[tool], id_seed="seed")
+    answer = parse(parser, ['<tool_call>{"name": "clock", "arguments": {"a": "3"}}</tool_call>'])
+    assert [json.loads(call.arguments) for call in answer.calls] == [{"a": value}]
 
 
 def test_an_answer_cut_within_a_call_of_a_template_ends_by_length() -> None:
