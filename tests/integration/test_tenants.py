@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from tests.integration.numbered_calls import SECRET, Gateway
 from tests.integration.test_mock_cluster import VOCAB_SIZE, mock_cluster
 from tests.issued import Certificates, careless_channel
 from tests.mock_answers import mock_tokens
+from text.grammars import GrammarCompiler, GrammarKind
 from web.api_keys import changed_keys, new_key
 from wire.channels import ATTACH_SECRET_KEY, TENANT_KEY
+from wire.sampling import GrammarSpec
 from wire.transport import PLAIN
 
 PROMPT = [3 + index % 90 for index in range(512)]
@@ -307,3 +310,45 @@ async def test_tokens_of_a_key_are_in_the_metrics_and_the_key_is_not(keys: Keys)
     lines = [line for line in text.splitlines() if line.startswith("stageline_gateway_key_tokens_total")]
     assert sorted(float(line.rpartition(" ")[2]) for line in lines) == [5, 512]
     assert key not in text
+
+
+# Floods
+
+
+def with_schema(name: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {name: {"type": "integer"}}}
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+async def test_schemas_of_a_tenant_hold_up_no_other_tenant(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, compiling, compiled = threading.Event(), threading.Event(), GrammarCompiler.compile
+
+    def slow(compiler: GrammarCompiler, kind: GrammarKind, texts: Sequence[str], **more: Any) -> GrammarSpec:
+        if "flood" in texts[0]:
+            compiling.set()
+            assert gate.wait(DEADLINE_S)
+        return compiled(compiler, kind, texts, **more)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", slow)
+    ann, bob = keys.new("ann"), keys.new("bob")
+    async with Cluster(None, layers=(12,), has_text=True) as cluster, serving(cluster, keys) as http:
+        await until_ready(http)
+        flood = [
+            asyncio.create_task(complete(http, ann, prompt="a", response_format=with_schema(name)))
+            for name in (f"flood{number}" for number in range(8))
+        ]
+        try:
+            await until(compiling.is_set)
+            async with asyncio.timeout(DEADLINE_S / 2):
+                served = await complete(http, bob, prompt="a", response_format=with_schema("quiet"))
+                assert served.status_code == 200, served.text
+                async with Client(cluster.address) as client:
+                    (done,) = await client.complete("Once upon a time", max_tokens=2)
+            assert len(done.token_ids) == 2
+            assert not any(task.done() for task in flood)
+        finally:
+            gate.set()
+            responses = await asyncio.gather(*flood)
+        assert [response.status_code for response in responses] == [200] * len(flood)
