@@ -148,7 +148,7 @@ chaos: venv
 	@$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(addprefix --seed ,$(SEED)) $(CHAOS)
 
 churn: venv
-	@$(BIN)/python -m tests.churn --minutes $(MINUTES) --rate 20
+	@$(BIN)/python -m tests.churn $(if $(REFUSALS),--refusals $(REFUSALS),--minutes $(MINUTES) --rate 20)
 
 # The generated Python, and the public protocol if no client breaks.
 proto: venv $(PROTOS) $(BUF)

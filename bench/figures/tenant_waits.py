@@ -8,7 +8,7 @@ import statistics
 import sys
 import tempfile
 import time
-from asyncio.subprocess import DEVNULL
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -129,9 +129,11 @@ async def _attacker(world: _World, attack: str) -> AsyncIterator[None]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.harness.tenant_attacker", attack, str(CONNECTIONS)),
         *(world.gateway, world.coordinator, world.keys[FLOOD]),
-        stdout=DEVNULL,
+        stdout=PIPE,
     )
+    assert process.stdout is not None
     try:
+        await process.stdout.readline()
         yield
         if process.returncode is not None:
             raise NotMeasured(f"the attack with {attack} ended by itself")
