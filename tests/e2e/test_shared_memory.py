@@ -20,13 +20,18 @@ from tests.faults.streams import Streams, undisturbed
 
 pytestmark = pytest.mark.full
 
-SHARED = cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY
+SHARED, GRPC = cluster_pb2.HOP_TRANSPORT_SHARED_MEMORY, cluster_pb2.HOP_TRANSPORT_GRPC
 SEGMENT = "stageline-payloads"
 
 
 def shares_memory(status: cluster_pb2.GetStatusResponse) -> bool:
     hops = [worker for worker in status.workers if worker.HasField("stage")][:-1]
     return bool(hops) and all(worker.hop_transport == SHARED for worker in hops)
+
+
+def travels_on_streams(status: cluster_pb2.GetStatusResponse) -> bool:
+    hops = [worker for worker in status.workers if worker.HasField("stage")][:-1]
+    return bool(hops) and all(worker.hop_transport == GRPC for worker in hops)
 
 
 def segments_of(pid: int) -> set[str]:
@@ -89,6 +94,27 @@ async def test_streams_continue_when_a_reader_of_shared_memory_stalls(steady: Pa
         cluster.thaw(victim)
         await cluster.until(cluster.has_all_workers)
         await serves_normally(client, SHORT_PROMPTS, expected, salt="after the stall")
+
+
+async def test_streams_that_carry_all_hidden_states_continue_when_a_stage_is_killed(
+    steady: Path, tmp_path: Path
+) -> None:
+    """No way beside the streams comes back with the next epoch."""
+    flags = ("--hidden-states", "grpc")
+    async with (
+        FaultyCluster(config(steady, 3, num_stages=2, logs=tmp_path, flags=flags)) as cluster,
+        Client(cluster.address) as client,
+    ):
+        before = await cluster.until(travels_on_streams)
+        expected = await undisturbed(client, SHORT_PROMPTS)
+        streams = Streams(client, SHORT_PROMPTS, cache_salt="streams")
+        await streams.all_have(5)
+        await cluster.kill((await cluster.places())["LAST"])
+        await ends_undisturbed(cluster, streams, expected)
+        after = await cluster.until(travels_on_streams)
+        assert after.epoch > before.epoch
+        stages = [worker for worker in after.workers if worker.HasField("stage")]
+        assert [segments_of(worker.pid) for worker in stages] == [set(), set()]
 
 
 async def test_killed_processes_leave_no_segment(steady: Path, tmp_path: Path) -> None:
