@@ -42,7 +42,15 @@ class NoChatTemplate(ConversationError):
 
 
 class BadConversation(ConversationError):
-    """The conversation is empty, the chat template rejects it, or leaves out a text of it."""
+    """The conversation is empty, the chat template rejects it, or leaves out a text of it.
+
+    Attributes:
+        lost_role: The role of the message whose text is left out; None for other reasons.
+    """
+
+    def __init__(self, message: str, *, lost_role: str | None = None) -> None:
+        super().__init__(message)
+        self.lost_role = lost_role
 
 
 class BadTemplateVariable(ConversationError):
@@ -125,6 +133,8 @@ class _Rendering:
                 return self._render_contents(form)
             except BadConversation as error:
                 problem = problem or error
+                if error.lost_role not in (None, *_SYSTEM_ROLES):
+                    break  # the other forms change nothing about it
         assert problem is not None
         raise problem
 
@@ -145,7 +155,8 @@ class _Rendering:
                 continue
             if not lost:
                 return text
-            problem = problem or _left_out(next(iter(lost.values())))
+            index, name = next(iter(lost.items()))
+            problem = problem or _left_out(name, messages[index].get("role"))
         assert problem is not None
         raise problem
 
@@ -264,10 +275,11 @@ def _not_in(text: str, needed: Sequence[_Needed]) -> dict[int, str]:
     return {index: name for probe, index, name in needed if probe not in arrived}
 
 
-def _left_out(name: str) -> BadConversation:
+def _left_out(name: str, role: object) -> BadConversation:
     return BadConversation(
         f"{name} does not reach the prompt: the chat template leaves it out. "
-        "Give the message a role that the template renders, or serve another template (--chat-template)"
+        "Give the message a role that the template renders, or serve another template (--chat-template)",
+        lost_role=str(role),
     )
 
 

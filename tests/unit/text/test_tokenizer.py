@@ -146,6 +146,17 @@ def test_errors_of_the_template_reach_the_caller(template: str, words: str, tmp_
         codec.encode_conversation([ChatMessage(role="robot", content="hello")])
 
 
+def test_a_conversation_has_the_form_of_its_template(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}"
+        "{% endif %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
+    )
+    codec = load(tmp_path, byte_level(), chat_template=template)
+    roles = ("user", "system", "developer")
+    ids = codec.encode_conversation([ChatMessage(role=role, content=f"the {role}") for role in roles])
+    assert codec.decode(ids) == "the system\n\nthe developer|the user|"
+
+
 def test_messages_are_rendered_with_options(kind: str, tmp_path: Path) -> None:
     codec = load(tmp_path, kind, chat_template=CHAT_TEMPLATE)
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "well"}]

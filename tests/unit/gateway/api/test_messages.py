@@ -133,6 +133,14 @@ async def test_blocks_are_the_same_whole_and_streamed(text: str, kinds: list[str
         assert told == whole
 
 
+@pytest.mark.parametrize("nested", ["[" * 300 + "]" * 300, '"\\ud83d"'])
+async def test_a_call_with_any_arguments_is_served(nested: str) -> None:
+    text = f'<tool_call>{{"name": "weather", "arguments": {{"city": {nested}}}}}</tool_call>'
+    async with serve(answer(text, reason=STOP), tool_parser="hermes") as served:
+        (block,) = (await post(served, tools=TOOLS, max_tokens=200))["content"]
+        assert (block["name"], block["input"]) == ("weather", {} if "[" in nested else {"city": "\ufffd"})
+
+
 async def test_a_stop_sequence_is_named() -> None:
     async with serve(answer(" a bird sang here", reason=LENGTH)) as served:
         for told in (
