@@ -14,10 +14,8 @@ A step takes decodes first, then prompt chunks up to the token budget:
 * After a worker loss, the sequences of unfinished steps run apart (`coordinator.scheduler.isolation`).
 """
 
-from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from operator import attrgetter
 
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.scheduler.batch import (
@@ -33,6 +31,7 @@ from coordinator.scheduler.isolation import Isolation
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import BatchingPolicy, PrefillLoad, SchedulerLimits, StepPlan
 from coordinator.scheduler.sequence import FinishReason, Release, Sequence, SequenceState
+from coordinator.scheduler.sequence_queue import SequenceQueue
 from kvcache import ActiveSequence, OutOfBlocks
 from stageline_rpc.internal.v1 import step_pb2
 from wire.errors import GrammarFailed, SliceFailed, require
@@ -86,14 +85,12 @@ MAX_RECORD_BYTES = 4 * 1024 * 1024
 QUEUE_LOOKAHEAD = 64
 """Queued sequences that count as waiting prefill, far more than one step takes."""
 
-_ORDER = attrgetter("order")
-
 
 class Scheduler:
     """Owns the queue, the running sequences, the KV ledger and the steps in flight, across epochs."""
 
     def __init__(self, policy: RecoveryPolicy) -> None:
-        self._queue: list[Sequence] = []
+        self._queue = SequenceQueue()
         self._preempted: list[Sequence] = []
         self._requeued: list[Sequence] = []
         self._running: dict[SequenceKey, Sequence] = {}
@@ -198,7 +195,7 @@ class Scheduler:
         """Discard all steps in flight; running sequences return to the queue with their tokens."""
         for sequence in self._running.values():
             sequence.preempt()
-        self._queue = sorted((*self._running.values(), *self._queue), key=_ORDER)
+            self._queue.add(sequence)
         self._preempted.clear()
         self._requeued.clear()
         self._running.clear()
@@ -214,7 +211,7 @@ class Scheduler:
         """Insert a sequence into the queue by its order."""
         require(sequence.state.is_queued, f"sequence {sequence.key} queued in state {sequence.state.name}")
         sequence.start_at_restart_count(self._used.first_unused(sequence.key))
-        insort(self._queue, sequence, key=_ORDER)
+        self._queue.add(sequence)
 
     def drop(self, sequence: Sequence, state: SequenceState) -> None:
         """End a live sequence as CANCELLED or FAILED; its blocks are freed with the next step."""
@@ -402,7 +399,7 @@ class Scheduler:
         """Return a running sequence to the queue with its tokens."""
         self._stop_running(sequence)
         self._release(sequence.preempt())
-        insort(self._queue, sequence, key=_ORDER)
+        self._queue.add(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self._running[sequence.key]
@@ -506,26 +503,11 @@ class Scheduler:
             self.counts.num_cached_tokens += sequence.num_cached_tokens
         return sequence
 
-    def _fairest(self) -> Sequence:
-        """Of the priority of the head of the queue: the first sequence of the client with the fewest running.
-
-        A client that fills the queue waits for its own requests, and not the others for them.
-        """
-        head = self._queue[0]
-        firsts: dict[str, Sequence] = {}
-        for sequence in self._queue:
-            if sequence.order.priority is head.order.priority:
-                firsts.setdefault(sequence.client, sequence)
-        if len(firsts) == 1:
-            return head
-        num_of = self._num_running_of()
-        return min(firsts.values(), key=lambda sequence: (num_of[sequence.client], sequence.order))
-
     def _next_in_queue(self) -> Sequence | None:
         if self.isolation.is_active:
             return self.isolation.next_sequence(self._queue, is_busy=bool(self._running or self._in_flight))
         if self._admits_new:
-            return self._fairest() if self._queue else None
+            return self._queue.fairest(self._num_running_of())
         return next((sequence for sequence in self._queue if sequence.state is SequenceState.PREEMPTED), None)
 
     def _add_chunk(
@@ -573,5 +555,5 @@ class Scheduler:
     @property
     def _num_waiting_tokens(self) -> int:
         """Tokens of waiting prefill, over the first sequences of the queue."""
-        queued = sum(sequence.num_tokens for sequence in self._queue[:QUEUE_LOOKAHEAD])
+        queued = sum(sequence.num_tokens for sequence in self._queue.first(QUEUE_LOOKAHEAD))
         return queued + sum(sequence.num_uncomputed_prefill_tokens for sequence in self._prefilling.values())

@@ -1,0 +1,65 @@
+"""Sequences without blocks, in queue order, of which clients take turns."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from operator import attrgetter
+from typing import TypeAlias
+
+from coordinator.scheduler.sequence import Priority, Sequence
+
+_ORDER = attrgetter("order")
+_Owner: TypeAlias = tuple[Priority, str]
+
+
+class SequenceQueue:
+    """Sequences by their order, and those of each priority and client.
+
+    The parts of clients are kept, because the queue may have tens of thousands of sequences, and each
+    admission asks whose turn it is.
+    """
+
+    def __init__(self) -> None:
+        self._all: list[Sequence] = []
+        self._of: dict[_Owner, list[Sequence]] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._all)
+
+    def first(self, count: int) -> Iterator[Sequence]:
+        """Return the first `count` sequences."""
+        return islice(self._all, count)
+
+    def add(self, sequence: Sequence) -> None:
+        """Insert a sequence by its order."""
+        insort(self._all, sequence, key=_ORDER)
+        insort(self._of.setdefault(_owner(sequence), []), sequence, key=_ORDER)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Raises ValueError for a sequence that is not in the queue."""
+        own = self._of.get(_owner(sequence), [])
+        for queue in (self._all, own):
+            index = bisect_left(queue, sequence.order, key=_ORDER)
+            if index == len(queue) or queue[index] is not sequence:
+                raise ValueError(f"sequence {sequence.key} is not in the queue")
+            del queue[index]
+        if not own:
+            del self._of[_owner(sequence)]
+
+    def fairest(self, num_running_of: Mapping[str, int]) -> Sequence | None:
+        """Of the priority of the head: the first sequence of the client with the fewest running.
+
+        A client that fills the queue waits for its own requests, and the others do not.
+        """
+        if not self._all:
+            return None
+        priority = self._all[0].order.priority
+        firsts = (own[0] for (of, _), own in self._of.items() if of is priority)
+        return min(firsts, key=lambda sequence: (num_running_of.get(sequence.client, 0), sequence.order))
+
+
+def _owner(sequence: Sequence) -> _Owner:
+    return sequence.order.priority, sequence.client

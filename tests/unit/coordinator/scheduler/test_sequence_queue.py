@@ -1,0 +1,67 @@
+"""The queue of sequences, of which clients take turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from coordinator.scheduler.sequence import Priority, Sequence, queue_order
+from coordinator.scheduler.sequence_queue import SequenceQueue
+from tests.unit.coordinator.scheduler.pipeline_model import key_of
+from wire.sampling import StepSampling
+
+AGE_S = 30.0
+
+
+def sequence_of(number: int, client: str, priority: Priority = Priority.NORMAL) -> Sequence:
+    sequence = Sequence(
+        key_of(number),
+        (1, 2, 3),
+        max_tokens=4,
+        sampling=StepSampling(),
+        stop_token_ids=frozenset(),
+        order=queue_order(priority, arrived_s=number / 7, arrival=number, age_s=AGE_S),
+    )
+    sequence.client = client
+    return sequence
+
+
+def fairest_by_scan(waiting: list[Sequence], running: Counter[str]) -> Sequence | None:
+    """The straightforward choice over the whole queue."""
+    waiting = sorted(waiting, key=lambda sequence: sequence.order)
+    firsts: dict[str, Sequence] = {}
+    for sequence in waiting:
+        if sequence.order.priority is waiting[0].order.priority:
+            firsts.setdefault(sequence.client, sequence)
+    return min(firsts.values(), key=lambda head: (running[head.client], head.order), default=None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_turn_is_that_of_a_scan_of_the_whole_queue(seed: int) -> None:
+    random, queue, waiting, running = Random(seed), SequenceQueue(), list[Sequence](), Counter[str]()
+    for number in range(300):
+        if waiting and random.random() < 0.45:
+            sequence = queue.fairest(running) if random.random() < 0.5 else random.choice(waiting)
+            assert sequence is not None
+            queue.remove(sequence)
+            waiting.remove(sequence)
+            running[sequence.client] += 1
+        else:
+            sequence = sequence_of(number, random.choice("abcd"), random.choice(list(Priority)))
+            queue.add(sequence)
+            waiting.append(sequence)
+        running[random.choice("abcd")] //= 2
+        assert queue.fairest(running) is fairest_by_scan(waiting, running)
+        assert list(queue) == sorted(waiting, key=lambda sequence: sequence.order)
+        assert len(queue) == len(waiting)
+
+
+def test_a_sequence_that_is_not_in_the_queue_cannot_be_removed() -> None:
+    queue = SequenceQueue()
+    queue.add(sequence_of(1, "a"))
+    with pytest.raises(ValueError, match="not in the queue"):
+        queue.remove(sequence_of(2, "a"))
+    with pytest.raises(ValueError, match="not in the queue"):
+        queue.remove(sequence_of(1, "a"))
