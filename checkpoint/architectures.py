@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from checkpoint.blueprint import NormKind, NormSpan, Placement, RouterScore
-from checkpoint.compressed_architectures import COMPRESSED_ARCHITECTURES
 from checkpoint.config_fields import RawConfig, text
 from checkpoint.delta_architectures import (
     DELTA_ARCHITECTURES,
@@ -203,7 +202,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *DELTA_ARCHITECTURES,
     *MAMBA_ARCHITECTURES,
     *LATENT_ARCHITECTURES,
-    *COMPRESSED_ARCHITECTURES,
     Architecture(
         model_type="granitemoe",
         class_name="GraniteMoeForCausalLM",
