@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import lru_cache
 from typing import Protocol
 
 from checkpoint.dtypes import BlockDType, DType, PackedDType, StoredDType
@@ -405,7 +406,7 @@ class Quantization:
     def _described(self, name: str) -> Scheme | None:
         module = self._module(name)
         is_in_layer = any(part.isdecimal() for part in module.split("."))
-        if not is_in_layer or any(matches(pattern, module) for pattern in self.ignore):
+        if not is_in_layer or _matches_any(self.ignore, module):
             return None
         return next((one.scheme for one in self.targets if matches(one.pattern, module)), None)
 
@@ -545,8 +546,29 @@ def matches(pattern: str, module: str) -> bool:
     "re:..." is a regular expression for the beginning of the name; a pattern with * or ? is a glob for the
     whole name or for a parent; any other one is a sequence of whole parts of the name.
     """
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    if "*" in pattern or "?" in pattern:
-        return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
-    return f".{pattern}." in f".{module}."
+    return _matches_any((pattern,), module)
+
+
+def _matches_any(patterns: tuple[str, ...], module: str) -> bool:
+    """Whether one of `patterns` matches; lists of hundreds are asked for each of thousands of experts."""
+    names, expressions = _compiled(patterns)
+    parts = module.split(".")
+    ends = ((begin, end) for begin in range(len(parts)) for end in range(begin + 1, len(parts) + 1))
+    if names and any(".".join(parts[begin:end]) in names for begin, end in ends):
+        return True
+    return any(expression.match(module) is not None for expression in expressions)
+
+
+@lru_cache(maxsize=256)
+def _compiled(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    """Sequences of whole parts, and expressions for the others."""
+    expressions = []
+    names = set()
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            expressions.append(re.compile(pattern[3:]))
+        elif "*" in pattern or "?" in pattern:
+            expressions += [re.compile(translate(glob)) for glob in (pattern, f"{pattern}.*")]
+        else:
+            names.add(pattern.strip("."))
+    return frozenset(names), tuple(expressions)
