@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -24,8 +25,9 @@ from tests.ports import unused_address
 from tests.temporary import run_directory
 
 AT_ONCE = 32
-WARM_UP = 0.2
-"""Share of the requests that come before the first measurement: caches and arenas fill."""
+WINDOWS = ((0.2, 0.4), (0.8, 1.0))
+"""Shares of the requests after which medians of memory are compared: caches fill before, and the allocator
+gives back some megabytes now and then."""
 TIMEOUT_S = 120.0
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPT = list(range(3, 1000)) * 2
@@ -215,18 +217,22 @@ async def _measure(gateway: Gateway, kind: Kind, number: int) -> Growth:
         if kind.fills_limit:
             body = {**STREAM, "max_tokens": 1500}
             await running.enter_async_context(gateway.http.stream("POST", COMPLETIONS, json=body))
-        warm = round(number * WARM_UP)
-        await _send(gateway, kind, warm)
-        before = gateway.process.memory_info().rss
-        await _send(gateway, kind, number - warm)
-        after = gateway.process.memory_info().rss
+        resident = await _send(gateway, kind, number)
+    before, after = (
+        round(median(resident[int(begin * len(resident)) : max(1, int(end * len(resident)))]))
+        for begin, end in WINDOWS
+    )
     return Growth(kind.name, number, before, after)
 
 
-async def _send(gateway: Gateway, kind: Kind, number: int) -> None:
+async def _send(gateway: Gateway, kind: Kind, number: int) -> list[int]:
+    """Return the gateway's resident bytes after each round."""
+    resident: list[int] = []
     for begin in range(0, number, AT_ONCE):
         runs = [kind.run(gateway) for _ in range(min(AT_ONCE, number - begin))]
         if kind.beside is not None:
             runs.append(kind.beside(gateway))
         await asyncio.gather(*runs)
         await gateway.until_ready()
+        resident.append(gateway.process.memory_info().rss)
+    return resident
