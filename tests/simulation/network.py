@@ -13,7 +13,7 @@ from tests.simulation.calls import DEADLINE_EXCEEDED, UNAVAILABLE, ClientCall, S
 from tests.simulation.virtual_loop import Process, VirtualLoop
 from wire.addresses import Address
 from wire.channels import STREAM_WINDOW_BYTES
-from wire.interceptors import ErrorInterceptor
+from wire.interceptors import ErrorInterceptor, OnRefusal
 from wire.payloads import TICKET_BYTES
 from wire.peer_limits import PeerLimits
 from wire.transport import Transport
@@ -93,10 +93,11 @@ class Server:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         limits: PeerLimits | None = None,
         stream_window_bytes: int = STREAM_WINDOW_BYTES,
+        on_refusal: OnRefusal | None = None,
     ) -> None:
         """A window is not simulated."""
         self.handlers: list[Callable[[str], Any]] = []
-        self._interceptors = (*authorization, ErrorInterceptor(limits), *interceptors)
+        self._interceptors = (*authorization, ErrorInterceptor(limits, on_refusal), *interceptors)
 
     def add_generic_rpc_handlers(self, handlers: tuple[Any, ...]) -> None:
         for handler in handlers:
