@@ -2,7 +2,7 @@
 
 from checkpoint import Attention, Blueprint, Dense, DType, LayerPlan, Norm, RopeConfig
 from checkpoint.config_fields import MAX_LAYERS
-from wire.digits import parse_digits
+from wire.foreign_text import parse_digits
 
 NAME = "mock"
 

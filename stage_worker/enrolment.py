@@ -79,7 +79,6 @@ def enrolled(config: WorkerConfig) -> WorkerConfig:
         token = parse_join_token(read_secret(config.join_token_file))
     except ValueError as error:
         raise OSError(f"--join-token-file {config.join_token_file} cannot be used: {error}") from None
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # before the token is used
     material = enrol(config.enroll_address, token, name, config.asked_hosts)
     _write(directory, material)
     log.info("enrolled at %s: certificate in %s", config.enroll_address, directory)

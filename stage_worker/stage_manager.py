@@ -18,7 +18,6 @@ from stage_worker.assignment import (
     wants,
 )
 from stage_worker.backends.backend import (
-    LoadCancelled,
     LoadedStage,
     LoadProgress,
     OtherCheckpoint,
@@ -166,9 +165,7 @@ class StageManager:
         self._rejoin: Callable[[], None] = _stay
         self._loaded: LoadedStage | None = None
         self._loading: Assignment | None = None
-        self._load_progress: LoadProgress | None = None
-        self._load_problem = ""
-        """Why the last load failed; empty after one that did not."""
+        self._load_progress = LoadProgress()
         self._session: EpochSession | None = None
         self._last_epoch, self._epoch_began = 0, asyncio.Event()
 
@@ -283,12 +280,11 @@ class StageManager:
         """Return the current state; the caller fills in `resident_bytes`."""
         session, loaded = self._session, self._loaded
         heartbeat = join_pb2.Heartbeat(epoch=session.epoch.number if session else 0)
-        if (progress := self._prefetch.progress or self._load_progress) is not None:
-            _describe_fetch(progress, heartbeat, is_prefetch=progress is self._prefetch.progress)
+        progress = self._prefetch.progress or self._load_progress
+        _describe_fetch(progress, heartbeat, is_prefetch=progress is self._prefetch.progress)
         if loaded is None:
-            if self._load_progress is not None:
-                heartbeat.load_progress = self._load_progress.fraction
-            heartbeat.load_problem = printable_line(self._current_problem)
+            heartbeat.load_progress = self._load_progress.fraction
+            heartbeat.load_problem = printable_line(self._load_progress.problem)
             return heartbeat
         stats = loaded.executor.stats
         heartbeat.weights = self._weights.level
@@ -313,12 +309,6 @@ class StageManager:
             heartbeat.hop_transport = session.hop_transport
             heartbeat.same_host_fallback = session.same_host_fallback
         return heartbeat
-
-    @property
-    def _current_problem(self) -> str:
-        """Why the load does not proceed, or why the last one failed."""
-        progress = self._load_progress if self._loading is not None else None
-        return (progress.problem if progress is not None else "") or self._load_problem
 
     async def _execute(self, order: Order | _Connected | _Disconnected, reply: Reply) -> None:
         match order:
@@ -410,22 +400,19 @@ class StageManager:
             else:
                 await self._load(assignment)
         except (ValueError, StageLoadError) as error:
-            if not isinstance(error, LoadCancelled):
-                self._load_problem = str(error)
+            reason = printable_line(str(error))
+            self._load_progress.note_failure(error)
             log.error(
-                "failed to load plan %d: %s", message.plan_id, error, extra=log_context(stage=message.stage)
+                "failed to load plan %d: %s", message.plan_id, reason, extra=log_context(stage=message.stage)
             )
             if isinstance(error, TemporaryLoadError):
                 asyncio.get_running_loop().call_later(WORKER_POLICY.load_again_s, self._rejoin_unless_used)
             return join_pb2.JoinRequest(
                 load_failed=join_pb2.LoadFailed(
-                    plan_id=message.plan_id,
-                    reason=printable_line(str(error)),
-                    is_final=isinstance(error, OtherCheckpoint),
+                    plan_id=message.plan_id, reason=reason, is_final=isinstance(error, OtherCheckpoint)
                 )
             )
         assert self._loaded is not None
-        self._load_problem = ""
         self._weights.begin_stage(self._loaded.source)
         if problem := self._weights.problem(self._loaded.source):
             self._loaded = None
@@ -469,7 +456,8 @@ class StageManager:
             extra=log_context(stage=assignment.stage),
         )
         self._prefetch.end()
-        self._loading, self._load_progress = assignment, LoadProgress()
+        self._loading = assignment
+        self._load_progress = LoadProgress(failure=self._load_progress.failure)
         try:
             loaded = await self._backend.load(assignment, self._load_progress)
         except asyncio.CancelledError:
@@ -485,9 +473,10 @@ class StageManager:
             extra=log_context(stage=assignment.stage),
         )
         self._loaded = loaded
+        self._load_progress.failure = ""
 
     def _cancel_load(self, *, unless_for: join_pb2.AssignStage | None = None) -> None:
-        if self._loading is None or self._load_progress is None:
+        if self._loading is None:
             return
         if unless_for is None or not wants(unless_for, self._loading, wire_dtype=self._wire_dtype):
             self._load_progress.cancel()

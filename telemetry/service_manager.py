@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
 from wire.condition import Condition
-from wire.digits import parse_digits
+from wire.foreign_text import parse_digits
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from opentelemetry.sdk.trace.sampling import (
 from opentelemetry.trace import Link, SpanKind, TraceState
 from opentelemetry.util.types import Attributes
 
-from wire.digits import parse_digits
+from wire.foreign_text import parse_digits
 
 _COMPRESSIONS = ("none", "gzip", "deflate")
 _FILES = ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import unquote
 
-from wire.digits import parse_digits
+from wire.foreign_text import parse_digits
 
 _Rule = TypeVar("_Rule")
 Rules = Mapping[_Rule, Sequence[AbstractSet[_Rule]]]

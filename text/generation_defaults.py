@@ -31,6 +31,10 @@ def read_generation_defaults(directory: Path) -> dict[str, float]:
 
 
 def _checked(path: Path, name: str, value: object, valid: Range) -> float:
+    """Return the value of a parameter in the file `path`. Raises BadConfig.
+
+    Requests with a default out of range would all be rejected, for a parameter that they do not have.
+    """
     is_whole = name == "top_k"
     if isinstance(value, int if is_whole else int | float) and not isinstance(value, bool) and value in valid:
         return value

@@ -37,7 +37,7 @@ from weights.errors import (
 from weights.location import LOOPBACK, RemoteModel
 from weights.parallel import run_requests
 from weights.source import TIMEOUT_S, RangeBody, WeightSource
-from wire.digits import parse_digits
+from wire.foreign_text import parse_digits
 
 MAX_REDIRECTS = 5
 NUM_HEADS = 8

@@ -1,4 +1,4 @@
-"""Texts that others wrote, as logs, terminals and error messages show them."""
+"""Texts that others wrote: as logs, terminals and errors show them, and whole numbers in them."""
 
 MAX_SHOWN_CHARACTERS = 2000
 """Limit for an error line or a log message; a checkpoint can have names of megabytes."""
@@ -28,3 +28,14 @@ def escaped(text: str) -> str:
 
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode()
+
+
+def parse_digits(text: str, *, limit: int) -> int | None:
+    """Return the number that `text` writes in ASCII digits; None for other texts and numbers above `limit`.
+
+    More digits than `limit` has are not converted: Python needs quadratic time, and raises above 4,300.
+    """
+    if not (text.isascii() and text.isdigit()) or len(text) > len(str(limit)):
+        return None
+    number = int(text)
+    return number if number <= limit else None

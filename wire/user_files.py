@@ -42,6 +42,21 @@ def user_cache_directory(environment: Mapping[str, str]) -> Path:
     return _required(find_cache_directory(environment), "XDG_CACHE_HOME")
 
 
+def variable_of(path: str, environment: Mapping[str, str]) -> str | None:
+    """Return the variable that moves a file of Stageline's own directories; None for any other file."""
+    found = {
+        "XDG_STATE_HOME": find_state_directory(environment),
+        "XDG_CACHE_HOME": find_cache_directory(environment),
+    }
+    for variable, directory in found.items():
+        # A parent of the directory is what cannot be made.
+        if directory is not None and (
+            directory in (way := Path(path), *way.parents) or way in directory.parents
+        ):
+            return variable
+    return None
+
+
 def _directory(environment: Mapping[str, str], variable: str, usual: Path) -> Path | None:
     base = environment.get(variable, "")
     if os.path.isabs(base):

@@ -14,8 +14,8 @@ from coordinator.observability.trace_reader import TraceReader
 from coordinator.observability.trace_store import AddResult, TraceStore
 from stageline_rpc.v1 import telemetry_pb2, telemetry_pb2_grpc
 from telemetry.trace_view.facts import TraceSummary, encode_summary
-from wire.digits import parse_digits
 from wire.errors import InvalidRequest, MessageTooLarge
+from wire.foreign_text import parse_digits
 from wire.message_scan import MessageScan, UnknownFields
 
 MAX_EXPORT_BYTES = 4 * 1024 * 1024

@@ -26,7 +26,7 @@ from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from telemetry.trace_view.facts import encode_summary
 from web.static_files import load_static_files
 from wire.audit import Action
-from wire.digits import parse_digits
+from wire.foreign_text import parse_digits
 from wire.ids import id_text, parse_request_id
 from wire.status_codec import message_fields
 

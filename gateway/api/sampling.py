@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gateway.api.body import RequestBody
 from gateway.api.errors import invalid
 from stageline_rpc.v1 import inference_pb2
-from wire.digits import parse_digits
+from wire.foreign_text import parse_digits
 from wire.sampling import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOPS, MAX_TOP_LOGPROBS, SAMPLING_NUMBERS
 
 MAX_UINT32 = 2**32 - 1

@@ -44,7 +44,9 @@ class DeviceFailedInLoad(StageLoadError):
 class LoadProgress:
     """Progress (in bytes read) and cancellation of a load, shared between event loop and loader."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, failure: str = "") -> None:
+        """`failure` is why the load before failed, until this one ends."""
+        self.failure = failure
         self.read_bytes = 0
         self.fetch: FetchProgress | None = None
         """Set while weights are fetched over the network."""
@@ -64,8 +66,13 @@ class LoadProgress:
 
     @property
     def problem(self) -> str:
-        """Why the load does not proceed; empty while it does."""
-        return next((source.problem for source in self.sources if source.problem), "")
+        """Why the load does not proceed, or else why the last one failed."""
+        return next((source.problem for source in self.sources if source.problem), self.failure)
+
+    def note_failure(self, error: Exception) -> None:
+        """Remember why the load failed, unless another assignment replaced it."""
+        if not isinstance(error, LoadCancelled):
+            self.failure = str(error)
 
     def cancel(self) -> None:
         """Cancel the load at its next chunk."""

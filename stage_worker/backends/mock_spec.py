@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from decimal import Decimal
 from typing import Any
 
-from wire.digits import parse_digits
+from wire.foreign_text import parse_digits
 from wire.steps import Step, unpack_column
 
 _COUNTS = ("poison_after", "hang_after", "oom_at")

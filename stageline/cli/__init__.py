@@ -1,5 +1,7 @@
 """The `stageline` command: its subcommands, registered here."""
 
+import errno
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -13,6 +15,7 @@ from stageline.client.errors import Overloaded, StagelineError
 from stageline.version import VERSION
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode
+from wire.user_files import variable_of
 
 _SERVE = "Run a cluster"
 _USE = "Use a cluster"
@@ -54,6 +57,8 @@ _REJECTED = {
     "value_error": "{error}",
 }
 """Texts for pydantic's types of errors, whose own texts lack the value."""
+
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 def _print_version(wanted: bool) -> None:
@@ -119,6 +124,11 @@ def _reason(error: Exception) -> str:
 def _with_hint(error: Exception) -> str:
     if isinstance(error, Overloaded) and error.retry_after_s is not None:
         return f"{error}; try again in {error.retry_after_s:g} s"
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename:
+        variable = variable_of(os.fspath(error.filename), os.environ)
+        return (
+            str(error) if variable is None else f"{error}: set {variable} to a directory that can be written"
+        )
     return str(error)
 
 

@@ -25,7 +25,7 @@ from gateway.api.responses.stored import ResponseId, StoredResponse, not_found, 
 from gateway.api.responses.writer import ALL_EVENTS, NO_EVENTS, to_json
 from gateway.api.sse import EventStream, while_connected
 from gateway.upstream.contract import UpstreamFailure
-from wire.digits import parse_digits
+from wire.foreign_text import parse_digits
 
 PROMPT_TAIL_TOKENS = 64
 """Tokens of the prompt that the output continues: characters, and the tag that opens the reasoning."""

@@ -318,6 +318,7 @@ def fingerprint_with_other_byte(directory: Path, at: int) -> str:
         ({"eos_token_id": 5}, 2, (5, 2)),
         ({"eos_token_id": [7, 5, 7]}, [2, 5], (7, 5, 2)),
         ({"eos_token_id": None}, [2, 3], (2, 3)),
+        ({"eos_token_id": []}, 2, ()),
         ({}, 2, (2,)),
         ({}, None, ()),
         (None, 2, (2,)),

@@ -1,5 +1,7 @@
 """Usage errors are one line and exit code 2."""
 
+import errno
+import os
 import pwd
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from checkpoint.dtypes import ScaledDType
 from coordinator.config import CoordinatorConfig
 from coordinator.model import open_model
 from stage_worker.config import WorkerConfig
-from stageline.cli import main
+from stageline.cli import _with_hint, main
 from stageline.cli.config_flags import flags_of
 from stageline.cli.options import default_token_directory
 from stageline.version import VERSION
@@ -366,6 +368,27 @@ def test_processes_start_without_a_home_directory(tmp_path: Path, monkeypatch: p
     gateways = _catch_config(monkeypatch, "gateway.server")
     assert main(["gateway"]) == 3
     assert gateways[0].cache_directory is None
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "variable"),
+    [
+        (".local/state/stageline/requests/a", errno.EROFS, "XDG_STATE_HOME"),
+        (".local", errno.EACCES, "XDG_STATE_HOME"),
+        (".cache/stageline/weights", errno.ENOSPC, "XDG_CACHE_HOME"),
+        (".local", errno.ENOENT, None),
+        ("elsewhere", errno.EACCES, None),
+    ],
+)
+def test_a_file_of_ours_that_cannot_be_written_names_the_variable_that_moves_it(
+    path: str, code: int, variable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    error = OSError(code, os.strerror(code), str(tmp_path / path))
+    hint = "" if variable is None else f": set {variable} to a directory that can be written"
+    assert _with_hint(error) == f"{error}{hint}"
 
 
 @pytest.mark.usefixtures("no_home")

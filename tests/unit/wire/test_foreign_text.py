@@ -1,10 +1,10 @@
-"""Texts of others neither control a terminal nor fill it."""
+"""Texts of others neither control a terminal nor fill it; numbers in them are bounded."""
 
 import pytest
 
 from wire.errors import InvalidRequest, status_of
 from wire.exit_codes import error_line
-from wire.foreign_text import MAX_SHOWN_CHARACTERS, printable_line
+from wire.foreign_text import MAX_SHOWN_CHARACTERS, parse_digits, printable_line
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,13 @@ def test_the_error_line_and_an_error_of_a_call_show_names_of_others_so() -> None
     assert line.startswith("stageline: error[BAD_HEADER]: tensor \\x1b[2Jname") and len(line) < 2100
     _, text = status_of(InvalidRequest(f"model {name}"))
     assert text.startswith("model \\x1b[2Jname") and len(text) < 2100
+
+
+@pytest.mark.parametrize(("text", "number"), [("0", 0), ("7", 7), ("007", 7), ("255", 255)])
+def test_digits_are_a_number_up_to_the_limit(text: str, number: int) -> None:
+    assert parse_digits(text, limit=255) == number
+
+
+@pytest.mark.parametrize("text", ["", "256", "0255", "-1", "+1", "1_0", " 1", "1.0", "٣", "²", "9" * 5000])
+def test_other_texts_are_none(text: str) -> None:
+    assert parse_digits(text, limit=255) is None
