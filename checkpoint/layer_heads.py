@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from checkpoint.config_fields import RawConfig, flag, positive_int
@@ -10,6 +11,8 @@ from checkpoint.family_rules import Architecture
 from checkpoint.rope_config import FULL, SLIDING
 
 _OVERRIDES = ("num_key_value_heads", "head_dim")
+_LAYER = re.compile("[0-9]{1,9}")
+"""transformers pads the number of a layer with zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +81,9 @@ def _changes(given: object, num_layers: int) -> dict[int, dict[str, object]]:
     if not isinstance(given, dict):
         raise BadConfig(f"config field 'per_layer_config' must be an object, is {given!r}")
     found = {}
-    layers = {str(layer): layer for layer in range(num_layers)}
     for name, changes in given.items():
-        if (layer := layers.get(name)) is None or not isinstance(changes, dict):
+        layer = int(name) if _LAYER.fullmatch(name) else num_layers
+        if layer >= num_layers or not isinstance(changes, dict):
             raise BadConfig(
                 f"config field 'per_layer_config' must have objects of layers 0 to {num_layers - 1}, has"
                 f" {name!r}: {changes!r}"

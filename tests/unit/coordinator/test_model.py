@@ -35,6 +35,6 @@ def test_the_token_that_only_the_tokenizer_names_ends_a_text(directory: Path) ->
 
 def test_a_tokenizer_alone_gives_the_end_token(directory: Path) -> None:
     """Without it a grammar's text could not end."""
-    save_tokenizer(directory, byte_level(), eos_token={"content": "<|end|>", "special": True})
+    save_tokenizer(directory, byte_level(), eos_token={"__type": "AddedToken", "content": "<|end|>"})
     (directory / "generation_config.json").unlink(missing_ok=True)
     assert opened(directory).eos_token_ids == (END,)
