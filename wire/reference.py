@@ -87,10 +87,6 @@ class Reference:
         pairs = zip(texts, self.texts, strict=False)
         return len(texts) <= len(self.texts) and all(text == own.tokens[: len(text)] for text, own in pairs)
 
-    def state_index(self, text: int, position: int) -> int:
-        """Index in `LayerReference.states` where a token's hidden state begins."""
-        return self.token_index(text, position) * STATE_WIDTH
-
     def token_index(self, text: int, position: int) -> int:
         """Index of a token in the tokens of all texts."""
         return sum(len(earlier.tokens) for earlier in self.texts[:text]) + position

@@ -77,7 +77,8 @@ def relative_changes(hidden: Tensor) -> Tensor:
     """Change of each token's hidden state by rounding, [NUM_COPIES - 1, n] float64, relative to its norm."""
     exact, rounded = hidden[EXACT].double(), hidden[ROUNDED:].double()
     norms = exact.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-    return (rounded - exact).norm(dim=-1) / norms
+    changes: Tensor = (rounded - exact).norm(dim=-1) / norms
+    return changes
 
 
 def roundings_of(changes: Tensor) -> Roundings:

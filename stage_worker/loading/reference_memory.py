@@ -17,6 +17,7 @@ from checkpoint import (
     NoMixer,
     Recurrent,
 )
+from stage_worker.loading.reference_copies import NUM_COPIES
 from stage_worker.model.weight_reads import WINDOW_BYTES
 from stage_worker.model.weights import UNPACKING_WINDOWS
 
@@ -50,7 +51,7 @@ def reference_bytes(checkpoint: Checkpoint, dtype: DType, lengths: Sequence[int]
     of_tokens = sum(lengths) * max(of_a_layer, of_the_head) + of_scores
     of_unpacking = UNPACKING_WINDOWS * WINDOW_BYTES if checkpoint.packed else 0
     of_rounding = block * _ROUNDING_BYTES if config.weight_format is not None else 0
-    return block * (8 + dtype.size_bytes) + of_unpacking + of_rounding + 8 * of_tokens
+    return block * (8 + dtype.size_bytes) + of_unpacking + of_rounding + 4 * NUM_COPIES * of_tokens
 
 
 def _ngram_size(plan: LayerPlan) -> int:

@@ -55,10 +55,14 @@ def test_a_correct_model_of_any_family_passes(tmp_path: Path, family: str, dtype
     assert verdict.outcome is CheckOutcome.PASSED, verdict.text
 
 
-@pytest.mark.parametrize("change", [router_in_reverse, query_projection])
-def test_a_wrong_tensor_of_a_mixture_is_found_in_bf16(tmp_path: Path, change: Change) -> None:
+@pytest.mark.parametrize(
+    ("family", "seed", "change"), [("kimi_linear", 2, router_in_reverse), ("qwen3_moe", 3, query_projection)]
+)
+def test_a_wrong_tensor_of_a_mixture_is_found_in_bf16(
+    tmp_path: Path, family: str, seed: int, change: Change
+) -> None:
     """Rounding gives some tokens other experts, whose effect is as large as the fault's."""
-    source = make_family(tmp_path / "model", "qwen3_moe")
+    source = make_family(tmp_path / "model", family, seed=seed)
     wrong = with_change(source, tmp_path / "wrong", change, ORDER_OF_LAYERS)
     assert wrong is not None
     reference = reference_of(source, plan_of(LAYERS, DType.BF16, 16))

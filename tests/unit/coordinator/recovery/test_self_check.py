@@ -417,7 +417,7 @@ def states() -> array[float]:
     found = array("f")
     for part in (part for step in SCRIPT.steps for part in step.slices):
         for position in range(part.first, part.first + part.num_tokens):
-            begin = REFERENCE.state_index(part.text, position)
+            begin = REFERENCE.token_index(part.text, position) * STATE_WIDTH
             found += REFERENCE.layers[0].states[begin : begin + STATE_WIDTH]
     return found
 
@@ -525,7 +525,7 @@ def test_answers_like_the_reference_pass() -> None:
     assert (verdict.outcome, verdict.deviation, verdict.stage) == (CheckOutcome.PASSED, 0.0, None)
     assert verdict.text == (
         f"passed: the log-probabilities of {SCRIPT.num_rows} tokens in {len(SCRIPT.steps)} steps differ from "
-        "the reference of worker w by 0 of the spread of the logits, and 0.011 is allowed"
+        "the reference of worker w by 0 of the spread of the logits, and 0.013 is allowed"
     )
 
 

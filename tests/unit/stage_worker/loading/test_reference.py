@@ -124,7 +124,7 @@ def check_against(directory: Path, dtype: DType, reference: Reference) -> None:
         variances += logits.var(-1, correction=0).tolist()
         for layer, hidden in zip(reference.layers[:-1], layers, strict=True):
             for position, state in enumerate(project(hidden).tolist()):
-                begin = reference.state_index(number, position)
+                begin = reference.token_index(number, position) * STATE_WIDTH
                 assert list(layer.states[begin : begin + STATE_WIDTH]) == pytest.approx(
                     state, rel=1e-3, abs=1e-3
                 )
