@@ -709,6 +709,7 @@ def _fixed_fields(value: Any) -> set[str]:
     return {"per_token"} if is_hashed else set()
 
 
+_OTHER_NORMS = {GateNorm.BEFORE: GateNorm.AFTER, GateNorm.AFTER: GateNorm.BEFORE}
 _GROUPS: dict[str, Callable[[Any], Iterable[tuple[str, Any]]]] = {
     "eps": lambda eps: [("", 1e6 * eps)],
     "norm_eps": lambda eps: [("", 1e6 * eps)] if eps else [],
@@ -721,9 +722,6 @@ _GROUPS: dict[str, Callable[[Any], Iterable[tuple[str, Any]]]] = {
     "num_kept_groups": lambda kept: [("", kept - 1)] if kept > 1 else [],
 }
 """Changes of fields for which `_other` is no possible value."""
-
-
-_OTHER_NORMS = {GateNorm.BEFORE: GateNorm.AFTER, GateNorm.AFTER: GateNorm.BEFORE}
 
 
 def _each_scale(scales: tuple[RowScale, ...]) -> Iterator[tuple[str, tuple[RowScale, ...]]]:
