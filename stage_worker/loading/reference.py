@@ -35,13 +35,7 @@ from checkpoint import (
     ScaledDType,
     WeightFormat,
 )
-from checkpoint.blueprint import (
-    Attention,
-    NormKind,
-    NormSpan,
-    Placement,
-    QkNorm,
-)
+from checkpoint.blueprint import Attention, NormKind, NormSpan, Placement, QkNorm
 from checkpoint.names import TensorRole
 from checkpoint.recurrent import GateNorm
 from checkpoint.streams import GatedConnection, HyperConnection
@@ -589,7 +583,8 @@ def _compute(request: ReferenceRequest, checkpoint: Checkpoint, progress: LoadPr
     )
     layers: list[LayerReference] = []
     for hidden in model.hidden_states(request.texts):
-        layers.append(_layer_reference(hidden))
+        roundings = roundings_of(relative_changes(hidden))
+        layers.append(LayerReference(as_array(project(hidden[EXACT])), roundings))
     summary = HeadSummary(request.texts, num_top=request.num_top)
     try:
         for first, logits in model.logits(hidden):
@@ -601,7 +596,3 @@ def _compute(request: ReferenceRequest, checkpoint: Checkpoint, progress: LoadPr
             got=f"others for position {error.position} of text {error.text}",
         ) from error
     return Reference(tuple(summary.texts()), tuple(layers), summary.logit_spread)
-
-
-def _layer_reference(hidden: Tensor) -> LayerReference:
-    return LayerReference(as_array(project(hidden[EXACT])), roundings_of(relative_changes(hidden)))
