@@ -37,6 +37,7 @@ from coordinator.journal.records import (
 from coordinator.journal.tables import row_checksum
 from coordinator.model import ServedModel, open_model
 from coordinator.scheduler.sequence import FinishReason, Priority, QueueOrder
+from stageline_rpc.internal.v1 import serve_pb2
 from stageline_rpc.v1 import inference_pb2
 from tests.fuzz.harness import Broken, Opened, Surface
 from tests.fuzz.mutations import any_json, json_bytes, mutate_bytes, mutate_json
@@ -111,7 +112,7 @@ def _changed(table: str, column: str, row: int, random: Random) -> Any:
     if column in _JSON_COLUMNS and value is not None and random.random() < 0.85:
         return {"hex": json_bytes(mutate_json(json.loads(value), random), random).hex(), "text": True}
     if column == "message" and random.random() < 0.6:
-        return {"hex": mutate_message(inference_pb2.GenerateRequest.FromString(value), random).hex()}
+        return {"hex": mutate_message(serve_pb2.SubmitEnvelope.FromString(value), random).hex()}
     if isinstance(value, bytes):
         return {"hex": mutate_bytes(value, random).hex()}
     if isinstance(value, str) and random.random() < 0.5:
@@ -324,7 +325,7 @@ def _accepted(number: int) -> AcceptedRequest:
     message.sampling.logprobs = 2
     return AcceptedRequest(
         request_id=request_id,
-        message=message.SerializeToString(),
+        message=serve_pb2.SubmitEnvelope(request=message.SerializeToString()).SerializeToString(),
         prompt=(1, 2, 3),
         bad_words=((1,), (2, 3)),
         grammar=GrammarSpec(definition='start: "a"', tokenizer_checksum=2**64 - 1) if number == 2 else None,
