@@ -93,10 +93,10 @@ class Priority(IntEnum):
 
 
 class QueueOrder(NamedTuple):
-    """Sort key of sequences: the smallest is served first, the largest is preempted first.
+    """Sort key: of one client and class the smallest is served first, and the largest preempted first.
 
     `due_s` is the arrival time shifted by priority. So the order of two sequences never changes while they
-    wait, and a request is overtaken only by requests of a higher class that arrive within the shift.
+    wait. Clients take turns within a class; see `SequenceQueue.fairest`.
     """
 
     due_s: float

@@ -11,7 +11,7 @@ from coordinator.scheduler.cost_model import decodes_cost
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import DecodeLoad, SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler
-from coordinator.scheduler.sequence import FinishReason, QueueOrder, SequenceState
+from coordinator.scheduler.sequence import FinishReason, Priority, QueueOrder, SequenceState
 from coordinator.scheduler.sequence import Sequence as RequestSequence
 from kvcache import KvGroup, KvWindow
 from tests.unit.coordinator.scheduler.stage_replica import StageReplica, kv_entries, kv_entry, sample
@@ -144,6 +144,7 @@ class PipelineModel:
         max_tokens: int,
         stop_token_ids: frozenset[int] = frozenset(),
         client: str = "",
+        priority: Priority = Priority.NORMAL,
     ) -> RequestSequence:
         number = len(self.clients)
         sequence = RequestSequence(
@@ -152,7 +153,7 @@ class PipelineModel:
             max_tokens=max_tokens,
             sampling=GREEDY,
             stop_token_ids=stop_token_ids,
-            order=QueueOrder(0.0, number),
+            order=QueueOrder(0.0, number, priority=priority),
         )
         sequence.client = client
         self.clients[sequence.key] = _Client(sequence, *solo_run(prompt, max_tokens, stop_token_ids))

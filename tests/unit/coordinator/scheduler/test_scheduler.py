@@ -11,7 +11,7 @@ from coordinator.scheduler.in_flight import ResultMismatch
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler, UsedRestartCounts
-from coordinator.scheduler.sequence import FinishReason, SequenceState
+from coordinator.scheduler.sequence import FinishReason, Priority, SequenceState
 from stage_worker import validation
 from stageline_rpc.internal.v1 import step_pb2
 from tests.unit.coordinator.scheduler.pipeline_model import PipelineModel, key_of, solo_run
@@ -313,6 +313,22 @@ def test_the_client_with_the_most_running_is_preempted() -> None:
     assert [sequence.state for sequence in flood].count(SequenceState.PREEMPTED) == 1
     model.drain(max_steps=100)
     assert quiet.restart_count == 0
+    model.check_all_ended()
+
+
+def test_a_client_with_more_running_is_preempted_after_lower_priorities() -> None:
+    model = model_of(num_blocks=6, max_step_tokens=12)
+    model.scheduler.end_epoch()
+    high = [
+        model.submit([number] * 4, max_tokens=9, client="busy", priority=Priority.HIGH) for number in range(2)
+    ]
+    low = model.submit([9] * 4, max_tokens=9, client="idle", priority=Priority.LOW)
+    model.begin_epoch()
+    while not any(sequence.state is SequenceState.PREEMPTED for sequence in (*high, low)):
+        assert model.run_step()
+    assert low.state is SequenceState.PREEMPTED
+    model.drain(max_steps=100)
+    assert [sequence.restart_count for sequence in high] == [0, 0]
     model.check_all_ended()
 
 

@@ -29,13 +29,15 @@ def sequence_of(number: int, client: str, priority: Priority = Priority.NORMAL) 
 
 
 def fairest_by_scan(waiting: list[Sequence], running: Counter[str]) -> Sequence | None:
-    """The straightforward choice over the whole queue."""
-    waiting = sorted(waiting, key=lambda sequence: sequence.order)
+    """The straightforward choice: of those that are of the head's priority and behind none above it."""
     firsts: dict[str, Sequence] = {}
-    for sequence in waiting:
-        if sequence.order.priority is waiting[0].order.priority:
+    for sequence in (ordered := sorted(waiting, key=lambda sequence: sequence.order)):
+        priority = ordered[0].order.priority
+        if sequence.order.priority > priority:
+            break
+        if sequence.order.priority is priority:
             firsts.setdefault(sequence.client, sequence)
-    return min(firsts.values(), key=lambda head: (running[head.client], head.order), default=None)
+    return min(firsts.values(), key=lambda first: (running[first.client], first.order), default=None)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -65,3 +67,16 @@ def test_a_sequence_that_is_not_in_the_queue_cannot_be_removed() -> None:
         queue.remove(sequence_of(2, "a"))
     with pytest.raises(ValueError, match="not in the queue"):
         queue.remove(sequence_of(1, "a"))
+
+
+def test_no_turn_of_a_client_overtakes_a_higher_priority() -> None:
+    queue = SequenceQueue()
+    old, high, new = (
+        sequence_of(0, "busy", Priority.LOW),
+        sequence_of(450, "other", Priority.HIGH),
+        sequence_of(460, "idle", Priority.LOW),
+    )
+    for sequence in (new, high, old):
+        queue.add(sequence)
+    assert list(queue) == [old, high, new]
+    assert queue.fairest(Counter(busy=5)) is old
