@@ -212,6 +212,9 @@ class ServerCall:
         if self.client.method.endswith(_WITH_METADATA):
             self.client.down.send(grpc.aio.Metadata(*metadata))
 
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        """Not carried: health checks describe the coordinator in it, and no gateway decides by it."""
+
     def auth_context(self) -> dict[str, list[bytes]]:
         return {}
 
