@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from checkpoint import DType
 from stage_worker.assignment import Assignment
@@ -95,7 +96,7 @@ async def test_hello_has_identity_and_address_of_the_worker(coordinator: Coordin
             name=f"{socket.gethostname()}-{port}",
             incarnation=hello.incarnation,
             address=f"127.0.0.1:{port}",
-            supports_bf16=True,
+            supports_bf16=torch.ops.mkldnn._is_mkldnn_bf16_supported(),
             device="cpu",
             memory_bytes=1 << 30,
             last_epoch=0,

@@ -37,6 +37,7 @@ SAMPLES = {
     "ADDR:PORT|off": "127.0.0.9:4321",
     "N,N,...": "1,2,1",
     "HOST:PORT,...": "127.0.0.9:4321,head:7485",
+    "ORIGIN,ORIGIN,...": "https://chat.example.com,http://127.0.0.1:3000",
     "bf16|f16|f32": "f32",
     "bf16|fp8|int8": "int8",
     "fp8|int8": "fp8",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 from pathlib import Path
 
@@ -73,8 +74,9 @@ def test_tokens_are_named_after_addresses(tmp_path: Path) -> None:
 
 def test_the_state_directory_is_private_to_the_user() -> None:
     assert state_directory({"XDG_STATE_HOME": "/x"}) == Path("/x/stageline")
-    assert state_directory({"XDG_STATE_HOME": "relative"}) == Path.home() / ".local/state/stageline"
-    assert state_directory({}) == Path.home() / ".local/state/stageline"
+    assert state_directory({"XDG_STATE_HOME": "relative", "HOME": "/y"}) == Path("/y/.local/state/stageline")
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    assert state_directory({}) == Path(home, ".local/state/stageline")
 
 
 @pytest.fixture

@@ -61,6 +61,7 @@ HELD = {
     "gptq",
     "gptq-whole-rows",
     "gptq-v2",
+    "gptq-without-index",
     "awq",
 }
 """Of `FORMATS`; those of other groups, bits and values are unpacked."""

@@ -200,8 +200,9 @@ def test_rows_of_8_bits_are_rounded_as_in_the_reference_of_self_checks(
     model = StreamedModel(checkpoint, DType.F32, kv_dtype=kv_dtype)
     with torch.inference_mode():
         *_, hidden = model.hidden_states([tokens])
-        exact, rounded = torch.cat([block for _, block in model.logits(hidden)], dim=-1)
-    assert float((found - rounded).norm()) < 0.1 * float((exact - rounded).norm())
+        exact, rounded, _ = torch.cat([block for _, block in model.logits(hidden)], dim=-1)
+    # The rounded copy has 19 bits elsewhere, which moves some rows of pages to the next value of 8 bits.
+    assert float((found - rounded).norm()) < 0.3 * float((exact - rounded).norm())
 
 
 @pytest.mark.parametrize("weights", WeightFormat)
