@@ -7,10 +7,10 @@ A step takes decodes first, then prompt chunks up to the token budget:
 * Chunks of a prompt follow each other without waiting for results. The next prompt is admitted only after
   the last chunk of the previous one, so two partly admitted prompts never wait for each other's blocks. The
   chunk size depends on the decodes in the pipeline (`coordinator.scheduler.policy`).
-* Clients take turns: the next sequence is one of the client with the fewest running.
-* A decode without a free block preempts the last sequence in queue order, of the client with the most
-  running, and tries again in the same pass.
-  So the first sequence in queue order always progresses.
+* Clients of one priority take turns: the next sequence is one of the client with the fewest running.
+* A decode without a free block preempts a sequence of the priority that is last in queue order, the last one
+  of the client with the most running there, and tries again in the same pass. So the first sequence in queue
+  order always progresses.
 * After a worker loss, the sequences of unfinished steps run apart (`coordinator.scheduler.isolation`).
 """
 
@@ -448,12 +448,14 @@ class Scheduler:
                 continue
 
     def _victim(self) -> Sequence:
-        """The last sequence in queue order of the client that has the most running.
+        """Of the priority of the last sequence in queue order: the last one of the client with the most.
 
         So the first one in queue order is preempted only if no other is running.
         """
-        num_of = self._num_running_of()
-        return max(self._running.values(), key=lambda sequence: (num_of[sequence.client], sequence.order))
+        last = max(sequence.order for sequence in self._running.values()).priority
+        running = [sequence for sequence in self._running.values() if sequence.order.priority is last]
+        num_of = Counter(sequence.client for sequence in running)
+        return max(running, key=lambda sequence: (num_of[sequence.client], sequence.order))
 
     def _num_running_of(self) -> Counter[str]:
         return Counter(sequence.client for sequence in self._running.values())

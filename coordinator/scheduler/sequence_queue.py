@@ -50,15 +50,20 @@ class SequenceQueue:
             del self._of[_owner(sequence)]
 
     def fairest(self, num_running_of: Mapping[str, int]) -> Sequence | None:
-        """Of the priority of the head: the first sequence of the client with the fewest running.
+        """Of the head's priority: the first sequence of the client with the fewest running.
 
-        A client that fills the queue waits for its own requests, and the others do not.
+        A client that fills the queue waits for its own requests, and the others do not. Sequences behind one
+        of a higher priority have no turn: they would overtake it.
         """
         if not self._all:
             return None
         priority = self._all[0].order.priority
+        above = min((own[0].order for (of, _), own in self._of.items() if of > priority), default=None)
         firsts = (own[0] for (of, _), own in self._of.items() if of is priority)
-        return min(firsts, key=lambda sequence: (num_running_of.get(sequence.client, 0), sequence.order))
+        return min(
+            (first for first in firsts if above is None or first.order < above),
+            key=lambda sequence: (num_running_of.get(sequence.client, 0), sequence.order),
+        )
 
 
 def _owner(sequence: Sequence) -> _Owner:
