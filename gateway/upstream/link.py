@@ -294,12 +294,12 @@ class CoordinatorLink:
         return None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
 
     async def _fetch(self) -> None:
-        """Fetch tokenizer and model. Raises AioRpcError."""
+        """Fetch tokenizer and model. Raises AioRpcError and UpstreamFailure."""
         await fetch_tokenizer(self._stub, self._files, timeout_s=self._policy.call_s)
         await self._fetch_model()
 
     async def _fetch_model(self) -> None:
-        """Raises AioRpcError and OtherModel."""
+        """Raises AioRpcError, UpstreamFailure and OtherModel."""
         self._clock.refresh()
         sent_us = wall_clock_us()
         response = await self._stub.GetModel(
@@ -350,6 +350,8 @@ class CoordinatorLink:
                 await self._fetch_model()
             except grpc.aio.AioRpcError as error:
                 log.debug("failed to read the model: %s", error.details())
+            except UpstreamFailure as failure:
+                log.warning("failed to read the model, the gateway tries again: %s", failure.message)
 
     async def _watch_health(self) -> None:
         loop = asyncio.get_running_loop()

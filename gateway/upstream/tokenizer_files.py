@@ -31,6 +31,7 @@ class TokenizerFiles:
         self._temporary = None if cache_directory else tempfile.mkdtemp(prefix="stageline-tokenizer-")
         self._root = cache_directory or Path(self._temporary or "")
         self._current: Path | None = None
+        self._defaults: dict[Path, dict[str, float]] = {}
 
     @property
     def directory(self) -> Path | None:
@@ -39,11 +40,18 @@ class TokenizerFiles:
 
     @property
     def generation_config(self) -> dict[str, float]:
-        """Raises UpstreamFailure for values that no coordinator serves with."""
-        try:
-            return {} if self._current is None else read_generation_defaults(self._current)
-        except ValueError as error:
-            raise _broken(f"a wrong file: {error}") from error
+        """Read once for each set of files.
+
+        Raises UpstreamFailure for values that no coordinator serves with.
+        """
+        if self._current is None:
+            return {}
+        if self._current not in self._defaults:
+            try:
+                self._defaults[self._current] = read_generation_defaults(self._current)
+            except ValueError as error:
+                raise _broken(f"a wrong file: {error}") from error
+        return self._defaults[self._current]
 
     @property
     def known_sha256(self) -> str:

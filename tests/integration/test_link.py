@@ -15,6 +15,7 @@ from builtin_model import MODEL_DIRECTORY
 from gateway.upstream.contract import ChoiceEnd, Found, PromptLogprobs, Tokens, UpstreamFailure
 from gateway.upstream.link import DEFAULT_POLICY, CoordinatorLink
 from gateway.upstream.numbered_request import RequestStream
+from gateway.upstream.tokenizer_files import TokenizerFiles
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.faults.byte_proxy import ByteProxy
 from tests.integration.calls import LENGTH, STOP, message, until
@@ -342,6 +343,24 @@ async def test_the_limits_are_known_as_soon_as_they_are_planned() -> None:
         assert link.model.max_sequence_tokens == 0
         await cluster.start_worker("w0")
         await until(lambda: link.model.max_sequence_tokens > 0)
+
+
+async def test_a_model_that_cannot_be_read_once_is_read_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        mock_cluster(1, num_workers=0, waits=False) as cluster,
+        Link(cluster.address) as link,
+    ):
+        with monkeypatch.context() as broken:
+            broken.setattr(TokenizerFiles, "generation_config", property(_fail_to_read))
+            await until(lambda: "failed to read the model, the gateway tries again: broken" in caplog.text)
+        await cluster.start_worker("w0")
+        await until(lambda: link.is_ready)
+
+
+def _fail_to_read(files: TokenizerFiles) -> dict[str, float]:
+    raise UpstreamFailure("broken", status=grpc.StatusCode.INTERNAL, reason="INTERNAL_ERROR")
 
 
 async def test_the_tokenizer_is_fetched_once_into_the_cache(tmp_path: Path) -> None:

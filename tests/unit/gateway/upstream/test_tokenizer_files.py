@@ -41,3 +41,14 @@ def test_wrong_sampling_parameters_of_a_coordinator_are_named(tmp_path: Path) ->
     files.store(files_digest(wrong), wrong)
     with pytest.raises(UpstreamFailure, match=r"generation_config\.json: top_p is 0"):
         files.generation_config  # noqa: B018
+
+
+def test_sampling_parameters_are_read_once_for_each_set_of_files(tmp_path: Path) -> None:
+    files = TokenizerFiles(tmp_path)
+    files.store(DIGEST, FILES)
+    assert files.generation_config == {"top_p": 0.5}
+    (tmp_path / DIGEST / "generation_config.json").write_text("broken")
+    assert files.generation_config == {"top_p": 0.5}
+    other = FILES | {"generation_config.json": b'{"top_p": 0.75}'}
+    files.store(files_digest(other), other)
+    assert files.generation_config == {"top_p": 0.75}
