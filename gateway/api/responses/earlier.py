@@ -15,6 +15,8 @@ from gateway.api.responses.fields import Item, ResponseRequest, input_items, is_
 from gateway.api.responses.reading import ResponseReading, look
 from gateway.api.responses.stored import INPUT_ITEM, item_id, parse_response_id, response_of_item
 
+MAX_REFERRED_RESPONSES = 32
+"""Responses that are read for the references of one input, one after the other."""
 _SHOWN_CHARACTERS = 16
 
 
@@ -71,6 +73,7 @@ class _ItemFinder:
     def __init__(self, gateway: Gateway, known: Sequence[Item]) -> None:
         self._gateway = gateway
         self._items: dict[str, Item] = {}
+        self._num_read = 0
         self._add(known)
 
     async def whole(self, index: int, item: Item) -> Item:
@@ -93,6 +96,13 @@ class _ItemFinder:
         """Output and input of the item's response."""
         if (response := response_of_item(identity)) is None:
             raise _item_not_found(identity, param)
+        if self._num_read == MAX_REFERRED_RESPONSES:
+            raise invalid(
+                f"{param} names an item of response {self._num_read + 1} that has to be read for this input, "
+                f"the limit is {MAX_REFERRED_RESPONSES}: send the item itself",
+                param=param,
+            )
+        self._num_read += 1
         try:
             reading = await look(self._gateway, response)
         except ApiError:

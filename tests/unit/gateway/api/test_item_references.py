@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.api.responses.earlier import MAX_REFERRED_RESPONSES
 from tests.unit.gateway.api.test_responses import (
     PARSERS,
     PATH,
@@ -75,6 +76,20 @@ async def test_items_of_the_previous_response_need_no_other() -> None:
         await create(served, input=[*references(first), RESULT], previous_response_id=first["id"])
         assert len(served.upstream.observers) == before + 1
         assert prompt_of(served) == "[user] Once[assistant]  a bird[assistant]  a bird[user] More"
+
+
+async def test_the_responses_that_one_input_reads_have_a_limit() -> None:
+    async with serve(answer(" a bird", reason=STOP)) as served:
+        given = [references(await first_turn(served))[0] for _ in range(MAX_REFERRED_RESPONSES + 1)]
+        read, submitted = len(served.upstream.observers), len(served.upstream.streams)
+        response = await served.client.post(PATH, json={"input": given})
+        status, param, text = error_of(response)
+        assert (status, param) == (400, "input[0].id")
+        assert "response 33 that has to be read" in text and "the limit is 32" in text
+        assert len(served.upstream.observers) == read + MAX_REFERRED_RESPONSES
+        assert len(served.upstream.streams) == submitted
+        counted = await served.client.post(f"{PATH}/input_tokens", json={"input": given[1:] * 2})
+        assert counted.status_code == 200
 
 
 async def test_only_an_id_with_the_secret_of_its_response_is_resolved() -> None:
