@@ -52,6 +52,31 @@ _VALIDATION_BYTES = 2048
 """What a validation costs beside the bytes of its schema; together, 1 MB takes about 1 s."""
 _MAX_BYTES_FOR_PLACE = 256 * 1024
 _MAX_BYTES_FOR_PARTS = 512 * 1024
+_MAX_BYTES_TO_JOIN = 512 * 1024
+"""What the search for parts may take beyond its limit, to join the parts that it has found."""
+
+
+class ValidationBudget:
+    """Bytes that may be validated in search of parts that can be enforced, by all schemas of a request."""
+
+    def __init__(
+        self, search_bytes: int = _MAX_BYTES_FOR_PARTS, join_bytes: int = _MAX_BYTES_TO_JOIN
+    ) -> None:
+        self._bytes = search_bytes + join_bytes
+        self._join_bytes = join_bytes
+
+    @property
+    def may_search(self) -> bool:
+        """Whether smaller parts may be looked at."""
+        return self._bytes > self._join_bytes
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing may be validated any more."""
+        return self._bytes <= 0
+
+    def spend(self, num_bytes: int) -> None:
+        self._bytes -= num_bytes + _VALIDATION_BYTES
 
 
 def parse_schema(text: str) -> object:
@@ -103,19 +128,34 @@ def enforced_schema(schema: object) -> dict[str, Any]:
 
 def with_place(schema: Mapping[str, Any], reason: str) -> str:
     """Return llguidance's reason with the smallest part of a readable schema that it rejects."""
-    return f"{reason} (at {_Parts(schema, _MAX_BYTES_FOR_PLACE).place(schema, '#')})"
+    budget = ValidationBudget(_MAX_BYTES_FOR_PLACE, 0)
+    return f"{reason} (at {_Parts(schema, budget).place(schema, '#')})"
 
 
-def enforced_parts(schema: Mapping[str, Any]) -> dict[str, Any]:
+def enforced_parts(schema: Mapping[str, Any], budget: ValidationBudget) -> dict[str, Any]:
     """Return a schema of an object without the keywords that cannot be enforced, wherever they are.
 
-    The names of the properties, and those that are required, always stay.
+    The names of the properties, and those that are required, always stay; they are all that stays of a schema
+    that cannot be enforced whole once `budget` is spent.
     """
+    if (whole := _enforced_or_none(schema)) is not None:
+        return whole
+    if not budget.may_search:
+        return _names_alone(schema)
     try:
         check_depth(json.dumps(schema))
-        return enforced_schema(_Parts(schema, _MAX_BYTES_FOR_PARTS).enforced_keywords(schema))
+        found = _enforced_or_none(_Parts(schema, budget).enforced_keywords(schema))
     except ValueError:
         return _names_alone(schema)
+    return _names_alone(schema) if found is None or budget.is_spent else found
+
+
+def _enforced_or_none(schema: Mapping[str, Any]) -> dict[str, Any] | None:
+    try:
+        found = readable_schema(schema)
+    except ValueError:
+        return None
+    return None if _flaw(found) else found
 
 
 def _names_alone(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,12 +166,12 @@ def _names_alone(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Parts:
-    """Validates parts of a schema, until they have `max_bytes`; later ones count as not enforced.
+    """Validates parts of a schema until the budget is spent; later ones count as not enforced.
 
     References to definitions count as satisfied, as definitions are parts, too.
     """
 
-    def __init__(self, schema: Mapping[str, Any], max_bytes: int) -> None:
+    def __init__(self, schema: Mapping[str, Any], budget: ValidationBudget) -> None:
         self._context: dict[str, object] = {
             keyword: {name: {} for name in value}
             for keyword in _DEFINITIONS
@@ -139,14 +179,14 @@ class _Parts:
         }
         if "$schema" in schema:
             self._context["$schema"] = schema["$schema"]
-        self._bytes_left = max_bytes
+        self._budget = budget
 
     def place(self, part: object, pointer: str) -> str:
         """The pointer to the smallest part of `part` that cannot be enforced; `part` itself cannot."""
         children = list(_children(part)) if isinstance(part, dict) else []
-        if not children or self._are_enforced(child for _, child in children):
+        if not children or self._are_enforced(child for _, child in children) or self._budget.is_spent:
             return pointer
-        while len(children) > 1 and self._bytes_left > 0:
+        while len(children) > 1 and self._budget.may_search:
             first = children[: len(children) // 2]
             is_fine = self._are_enforced(child for _, child in first)
             children = children[len(first) :] if is_fine else first
@@ -157,7 +197,7 @@ class _Parts:
 
     def enforced(self, part: object) -> Any:
         """Return the part without the keywords that cannot be enforced; any value if it is no schema."""
-        if self._bytes_left <= 0 or not isinstance(part, dict | bool):
+        if not self._budget.may_search or not isinstance(part, dict | bool):
             return {}
         if isinstance(part, bool) or self._is_enforced(part):
             return part
@@ -183,7 +223,7 @@ class _Parts:
 
     def _enforced_named(self, named: Mapping[str, object]) -> dict[str, object]:
         """Validate schemas by halves, as most of them can be enforced."""
-        if len(named) <= 1 or self._bytes_left <= 0:
+        if len(named) <= 1 or not self._budget.may_search:
             return {name: self.enforced(child) for name, child in named.items()}
         if self._are_enforced(named.values()):
             return dict(named)
@@ -201,8 +241,10 @@ class _Parts:
     def _is_enforced(self, part: object) -> bool:
         if not isinstance(part, dict):
             return isinstance(part, bool)
+        if self._budget.is_spent:
+            return False
         whole = {**part, **self._context}
-        self._bytes_left -= len(json.dumps(whole)) + _VALIDATION_BYTES
+        self._budget.spend(len(json.dumps(whole)))
         try:
             return not _flaw(readable_schema(whole))
         except ValueError:

@@ -33,6 +33,7 @@ from gateway.parsers.conversation import (
 from gateway.parsers.families import ParserChoice
 from gateway.parsers.forced_calls import (
     ForcedCalls,
+    OversizedTools,
     UnenforceableSchema,
     call_grammar,
     special_marker_ids,
@@ -378,6 +379,8 @@ def _grammar(
     except UnenforceableSchema as error:
         index = function_index(fields.tools or (), selection.tools[error.tool].name)
         raise invalid(str(error), param=f"tools[{index}].{fields.schema_name}") from None
+    except OversizedTools as error:
+        raise invalid(str(error), param="tools") from None
     except ValueError as error:
         name = fields.name_of("response_format")
         raise invalid(f"{name}: {error}", param=name) from None

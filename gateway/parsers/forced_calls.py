@@ -15,8 +15,8 @@ from typing import Any
 from gateway.parsers.answer import ReasoningTags
 from gateway.parsers.calls import ToolDefinition, types_of
 from gateway.parsers.families import ToolFormat
-from text.grammars import WHITE_SPACE
-from text.json_schema import enforced_parts, enforced_schema
+from text.grammars import MAX_DEFINITION_BYTES, WHITE_SPACE
+from text.json_schema import ValidationBudget, enforced_parts, enforced_schema
 from text.tokenizer import TextCodec
 
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -31,6 +31,10 @@ class UnenforceableSchema(ValueError):
     def __init__(self, tool: int, reason: str) -> None:
         super().__init__(f"schema of a strict tool cannot be enforced: {reason}")
         self.tool = tool
+
+
+class OversizedTools(ValueError):
+    """The schemas of the tools have no room in a grammar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,16 @@ def special_marker_ids(markers: Sequence[str], codec: TextCodec) -> dict[str, in
 
 
 def call_grammar(tool_format: ToolFormat, forced: ForcedCalls) -> str:
-    """Return the Lark grammar of an answer with calls of `forced.tools`. Raises UnenforceableSchema."""
+    """Return the Lark grammar of an answer with calls of `forced.tools`.
+
+    Raises UnenforceableSchema and OversizedTools, and ValueError for a schema of the text.
+    """
+    size_bytes = sum(len(json.dumps(_object_schema(tool))) for tool in forced.tools)
+    if size_bytes > MAX_DEFINITION_BYTES:
+        raise OversizedTools(
+            f"the schemas of the tools have {size_bytes} bytes, the limit is {MAX_DEFINITION_BYTES} where "
+            "calls follow their schemas: send fewer tools, or shorter schemas"
+        )
     return "\n".join(_GrammarWriter(tool_format, forced).lines()) + "\n"
 
 
@@ -71,6 +84,7 @@ class _GrammarWriter:
     def __init__(self, tool_format: ToolFormat, forced: ForcedCalls) -> None:
         self._markup, self._forced = tool_format.markup, forced
         self._special_ids = forced.special_ids
+        self._budget = ValidationBudget()
         self._first = next((marker for marker in tool_format.markers if self._begins_with(marker)), None)
 
     def _begins_with(self, marker: str) -> bool:
@@ -132,11 +146,24 @@ class _GrammarWriter:
         markup = self._markup
         yield f"call_{index}: {self._literal(markup.before + tool.name + markup.between)} rest_{index}"
         yield f"rest_{index}: arguments_{index} {self._literal(markup.after)}"
-        schema = arguments_schema(index, tool)
+        schema = self._arguments_schema(index, tool)
         if markup.parameter is None:
             yield f"arguments_{index}: {_json(schema, _CALL_WHITE_SPACE)}"
         else:
             yield from self._parameters(index, tool, schema, markup.parameter)
+
+    def _arguments_schema(self, index: int, tool: ToolDefinition) -> dict[str, Any]:
+        """Return the schema of the arguments, without the keywords that llguidance cannot enforce.
+
+        Raises UnenforceableSchema for a strict tool with such keywords.
+        """
+        schema = _object_schema(tool)
+        if not tool.is_strict:
+            return enforced_parts(schema, self._budget)
+        try:
+            return enforced_schema(schema)
+        except ValueError as error:
+            raise UnenforceableSchema(index, str(error)) from error
 
     def _parameters(
         self, index: int, tool: ToolDefinition, schema: Mapping[str, Any], markup: tuple[str, str, str]
@@ -195,18 +222,8 @@ class _GrammarWriter:
         )
 
 
-def arguments_schema(index: int, tool: ToolDefinition) -> dict[str, Any]:
-    """Return the schema of the arguments, without the keywords that llguidance cannot enforce.
-
-    Raises UnenforceableSchema for a strict tool with such keywords.
-    """
-    schema = {"type": "object", **(tool.parameters or _NO_ARGUMENTS)}
-    try:
-        return enforced_schema(schema)
-    except ValueError as error:
-        if tool.is_strict:
-            raise UnenforceableSchema(index, str(error)) from error
-        return enforced_parts(schema)
+def _object_schema(tool: ToolDefinition) -> dict[str, Any]:
+    return {"type": "object", **(tool.parameters or _NO_ARGUMENTS)}
 
 
 def _answer_schema(schema: Mapping[str, Any] | bool) -> dict[str, Any]:

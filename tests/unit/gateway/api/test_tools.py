@@ -163,6 +163,17 @@ async def test_a_strict_tool_is_a_grammar_and_names_what_cannot_be_enforced() ->
         assert (response.status_code, error["param"]) == (400, "tools[1].function.parameters")
 
 
+async def test_tools_whose_schemas_have_no_room_in_a_grammar_are_refused() -> None:
+    schema = {"type": "object", "description": "x" * 140_000}
+    big = {"type": "function", "function": {"name": "big", "parameters": schema}}
+    async with serve(tool_parser="hermes") as served:
+        body = {"messages": HELLO, "tools": [big], "tool_choice": "required"}
+        response = await served.client.post(PATH, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "tools")
+        assert "the limit is 131072" in error["message"]
+
+
 async def test_one_call_where_parallel_calls_are_not_wanted() -> None:
     async with serve(answer(ANSWERS["hermes"], reason=STOP), tool_parser="hermes") as served:
         whole = await post(served, parallel_tool_calls=False)

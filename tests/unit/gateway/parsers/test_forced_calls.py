@@ -4,18 +4,27 @@ import dataclasses
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 from tokenizers import AddedToken, Tokenizer
 
 from checkpoint.grammar_tokenizer import GrammarError, GrammarTokenizer
 from gateway.parsers.answer import finish_reason
 from gateway.parsers.calls import ToolDefinition
 from gateway.parsers.families import TOOL_FORMATS
-from gateway.parsers.forced_calls import ForcedCalls, UnenforceableSchema, call_grammar, special_marker_ids
+from gateway.parsers.forced_calls import (
+    ForcedCalls,
+    OversizedTools,
+    UnenforceableSchema,
+    call_grammar,
+    special_marker_ids,
+)
 from tests.unit.gateway.parsers.answers import CLOCK, TOOLS, WEATHER, choice_of, parse
 from tests.unit.gateway.parsers.test_calls import ANSWERS
 from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer
+from text import json_schema
 from text.grammars import GrammarCompiler, GrammarKind
 from text.tokenizer import TextCodec, load_text_codec
 
@@ -225,6 +234,61 @@ def test_a_schema_beyond_the_library_is_enforced_in_part_unless_the_tool_is_stri
     pattern = ToolDefinition("a", {"properties": {"b": {**STRING, "pattern": "x"}}}, is_strict=True)
     with pytest.raises(UnenforceableSchema, match="'pattern' of 'b'"):
         call_grammar(TOOL_FORMATS["glm45"], ForcedCalls(tools=[pattern]))
+
+
+def nested_not(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(levels):
+        schema = {"not": schema, "title": "x" * 16}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("num_tools", "schema"),
+    [
+        (40, {"properties": {"a": {"type": "boolean"}, "b": nested_not(50)}, "required": ["a"]}),
+        (1, {"enum": ["x" * 50_000], "not": {}, "properties": {"a": {}}, **{f"k{n}": n for n in range(200)}}),
+    ],
+)
+def test_the_search_for_what_can_be_enforced_has_a_limit_for_all_tools_of_a_request(
+    num_tools: int, schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validated: list[int] = []
+    validate = LLMatcher.validate_grammar
+
+    class Counting:
+        grammar_from_json_schema = LLMatcher.grammar_from_json_schema
+
+        @staticmethod
+        def validate_grammar(grammar: str, tokenizer: Any) -> str:
+            validated.append(len(grammar) + 2048)
+            return validate(grammar, tokenizer)
+
+    monkeypatch.setattr(json_schema, "LLMatcher", Counting)
+    tools = [ToolDefinition(f"t{number}", schema) for number in range(num_tools)]
+    grammar = call_grammar(TOOL_FORMATS["json"], ForcedCalls(tools=tools))
+    whole = 2 * num_tools * len(json.dumps(schema))
+    assert sum(validated) < whole + 3 * num_tools * 2048 + (1 << 20)
+    assert grammar.count('"properties": {"a": ') == num_tools
+
+
+def test_tools_that_come_after_the_limit_are_enforced_if_they_can_be(model: Model) -> None:
+    hard = {"properties": {"b": nested_not(50)}}
+    tools = [ToolDefinition(f"t{number}", hard) for number in range(20)]
+    easy = ToolDefinition("clock", {"properties": {"a": {"type": "boolean"}}, "required": ["a"]})
+    forced = ForcedCalls(tools=[*tools, easy])
+    assert model.accepts("json", forced, '{"name": "clock", "arguments": {"a": true}}')
+    assert not model.accepts("json", forced, '{"name": "clock", "arguments": {"a": 3}}')
+    assert model.accepts("json", forced, '{"name": "t19", "arguments": {"b": 3}}')
+
+
+def test_schemas_that_have_no_room_in_a_grammar_together_are_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(json_schema, "LLMatcher", None)
+    tools = [ToolDefinition(f"t{number}", {"title": "x" * 50_000}) for number in range(3)]
+    with pytest.raises(OversizedTools, match=r"have 150\d\d\d bytes, the limit is 131072 .* fewer tools"):
+        call_grammar(TOOL_FORMATS["json"], ForcedCalls(tools=tools))
 
 
 def test_schemas_with_definitions_and_without_a_type_are_enforced(model: Model) -> None:
