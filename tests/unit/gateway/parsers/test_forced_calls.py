@@ -247,7 +247,15 @@ def nested_not(levels: int) -> dict[str, Any]:
     ("num_tools", "schema"),
     [
         (40, {"properties": {"a": {"type": "boolean"}, "b": nested_not(50)}, "required": ["a"]}),
-        (1, {"enum": ["x" * 50_000], "not": {}, "properties": {"a": {}}, **{f"k{n}": n for n in range(200)}}),
+        (
+            1,
+            {
+                "description": "x" * 50_000,
+                "not": {},
+                "properties": {"a": {}},
+                **{f"k{n}": n for n in range(200)},
+            },
+        ),
     ],
 )
 def test_the_search_for_what_can_be_enforced_has_a_limit_for_all_tools_of_a_request(
