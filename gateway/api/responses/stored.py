@@ -50,9 +50,10 @@ def parse_response_id(text: str) -> ResponseId:
 
 
 def item_id(kind: str, response_id: str, index: int) -> str:
-    """Return the id of an item. It has the secret of its response, so that whoever has it may read the item.
+    """Return the id of an item.
 
-    Items of responses that are not stored have none.
+    It has the secret of its response, so that whoever has it may read, cancel and delete the response. Items
+    of responses that are not stored have none.
     """
     return f"{kind}_{response_id.removeprefix(_PREFIX)}_{index}"
 
