@@ -98,7 +98,7 @@ class JournalFile:
         """Lock the file and check all of it. Raises JournalUnusable."""
         self.path = path
         self.rows = RowChecksums()
-        self._file = path.resolve()
+        self._file = Path(os.path.realpath(path))  # leaves a loop of links to the first open, which names it
         self._identity = identity
         self._locks: list[FileLock] = []
         self._connection: sqlite3.Connection | None = None

@@ -91,6 +91,14 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert {found[suffix] for suffix in ("", "-wal", "-shm")} == {0o600}
 
 
+@pytest.mark.parametrize("name", ["loop.db", "loop.db/j.db"])
+def test_a_loop_of_links_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop.db").symlink_to(tmp_path / "other.db")
+    (tmp_path / "other.db").symlink_to(tmp_path / "loop.db")
+    with pytest.raises(JournalUnusable, match=r"db cannot be written: Too many levels of symbolic links$"):
+        Journal(tmp_path / name, IDENTITY)
+
+
 def test_a_file_of_something_else_is_rejected_and_left_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
     other = sqlite3.connect(path)
