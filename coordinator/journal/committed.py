@@ -75,6 +75,7 @@ class _Frame:
 
     `is_valid`: SQLite would read it if all before it are valid. `is_whole`: its checksum is right, counted
     from the one in the frame before it. `is_of_log`: it is not from the log before, which SQLite overwrites.
+    `is_former`: its salts are those that SQLite changes into this log's when the log begins again.
     """
 
     begin: int
@@ -83,6 +84,7 @@ class _Frame:
     is_valid: bool
     is_whole: bool
     is_of_log: bool
+    is_former: bool
 
 
 class _Log:
@@ -151,12 +153,26 @@ class _Log:
         return index + 1 < len(self._frames) and not self._frames[index + 1].is_of_log
 
     def _may_be_unwritten(self, first: int, last: int) -> bool:
-        """Whether a block among these frames, or a sector of the last one, has never been written."""
+        """Whether a block among these frames, or a sector of the log's last commit, has not been written."""
         begin, frame = self._frames[first].begin, self._frames[last]
         end = frame.begin + self._frame_bytes
-        if self._has_zeros(begin, end, _BLOCK_BYTES):
+        if self._has_zeros(begin, end, _BLOCK_BYTES) or self._has_old_header(first, last):
             return True
-        return not frame.is_whole and self._has_zeros(frame.begin, end, _SECTOR_BYTES)
+        is_last = not any(each.is_of_log and each.num_pages for each in self._frames[last + 1 :])
+        # Free space of a page has zeros, too: they must not excuse the loss of more than its transaction.
+        return is_last and not frame.is_whole and self._has_zeros(frame.begin, end, _SECTOR_BYTES)
+
+    def _has_old_header(self, first: int, last: int) -> bool:
+        """Whether the first invalid frame lies in a block with bytes from before it was written there.
+
+        Such a block has the header of this frame or of the next one, since a block is shorter than a frame.
+        It is the former log's, or it has zeros from this frame on if the file ended there.
+        """
+        if any(frame.is_former for frame in self._frames[first : min(first + 1, last) + 1]):
+            return True
+        begin = self._frames[first].begin
+        rest = self._content[begin : begin + _BLOCK_BYTES - begin % _BLOCK_BYTES]
+        return len(rest) >= _FRAME.size and not any(rest)
 
     def _has_zeros(self, begin: int, end: int, unit: int) -> bool:
         """Whether an aligned unit of the file that overlaps this range has only zeros."""
@@ -172,8 +188,14 @@ class _Log:
             is_whole = page > 0 and self._frame_checksum(begin, before) == (first, second)
             # A whole frame behind one of this log is of it, too, even if its salts are damaged.
             is_of_log = salts == self._salts or (is_whole and is_of_log)
-            yield _Frame(begin, page, num_pages, is_whole and salts == self._salts, is_whole, is_of_log)
+            is_former = not is_of_log and self._is_former(*salts)
+            is_valid = is_whole and salts == self._salts
+            yield _Frame(begin, page, num_pages, is_valid, is_whole, is_of_log, is_former)
             before = (first, second)
+
+    def _is_former(self, count: int, number: int) -> bool:
+        """Whether these are the salts before the last restart: it adds 1 to the first and draws the other."""
+        return count == (self._salts[0] - 1) & _MASK and number != self._salts[1]
 
     def _frame_checksum(self, begin: int, before: Checksum) -> Checksum:
         checksum = self._checksum_of(self._content[begin : begin + 8], before)
