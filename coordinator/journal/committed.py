@@ -91,7 +91,7 @@ class _Log:
     """A write-ahead log. Raises ValueError for a damaged header."""
 
     def __init__(self, content: bytes) -> None:
-        header = _HEADER.unpack_from(content)
+        header: tuple[int, ...] = _HEADER.unpack_from(content)
         magic, version, self._page_bytes, _, *self._salts = header[:6]
         self._words = ">" if magic & 1 else "<"
         self._checksum = header[6], header[7]
