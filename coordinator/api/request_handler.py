@@ -162,7 +162,7 @@ class RequestHandler:
         public: PublicPrefixes = NO_PUBLIC_PREFIXES,
     ) -> None:
         """`max_model_len` (default: the model's) also limits messages; `priority_age_s` is worth a class."""
-        self._engine, self._registry = engine, engine.registry
+        self._engine = engine
         self._state, self._availability = controller.state, controller.availability
         self._model = model
         self._traces = traces
@@ -201,7 +201,7 @@ class RequestHandler:
                 message.output = inference_pb2.OUTPUT_TOKENS_ONLY
             name, arrived_s = request_id_of(message), self._engine.now_s()
         with (
-            self._unused_id(name) as request_id,
+            self._unused_id(name, caller.tenant) as request_id,
             self._traces.arrival(request_id, caller.span, arrived_s) as trace,
         ):
             try:
@@ -221,9 +221,12 @@ class RequestHandler:
                 raise
 
     @contextmanager
-    def _unused_id(self, name: RequestId) -> Iterator[RequestId]:
-        """The id under which a request is served: its name, unless a request of any tenant has that id."""
-        is_used = name in self._arriving or self._registry.has(name)
+    def _unused_id(self, name: RequestId, tenant: str) -> Iterator[RequestId]:
+        """The id under which a request is served: its name, unless a request of any tenant has that id.
+
+        A tenant may use the name of its own finished request again.
+        """
+        is_used = name in self._arriving or self._engine.uses_id(name, tenant)
         request_id = new_request_id() if is_used else name
         self._arriving.add(request_id)
         try:

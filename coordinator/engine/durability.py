@@ -62,6 +62,22 @@ def _error(end: End) -> ServingError:
     return kinds.get(end.kind, ServingError)(end.text)
 
 
+_Owner = tuple[str, RequestId]
+"""A tenant and its name for a request."""
+
+
+def _owner(request: Request) -> _Owner:
+    return request.tenant, request.name
+
+
+@dataclass(frozen=True, slots=True)
+class _Retained:
+    """A finished request that stays in the journal until `until_at`."""
+
+    owner: _Owner
+    until_at: float
+
+
 SUSPENDED = "the coordinator is stopping; the request continues after its restart"
 
 
@@ -86,7 +102,8 @@ class Durability:
         self.on_change: Callable[[], None] = lambda: None
         """Called when `failure` is set or cleared."""
         self._writer = None if journal is None else JournalWriter(journal, lambda: self.on_change(), policy)
-        self._retained_until: dict[RequestId, float] = {}
+        self._retained: dict[RequestId, _Retained] = {}
+        self._retained_ids: dict[_Owner, RequestId] = {}
         self._num_steps = 0
 
     @property
@@ -112,14 +129,24 @@ class Durability:
                 f"journal write failed, new requests are rejected until one succeeds: {self.failure}"
             )
 
-    def accept(self, accepted: AcceptedRequest | None) -> None:
-        """Journal a request before it is accepted. Raises JournalUnavailable if the write fails."""
+    def retains_for_another(self, request_id: RequestId, tenant: str) -> bool:
+        """Whether a finished request of another tenant with this id may be attached to after a restart."""
+        retained = self._retained.get(request_id)
+        return retained is not None and retained.owner[0] != tenant
+
+    def accept(self, request: Request, accepted: AcceptedRequest | None) -> None:
+        """Journal a request before it is accepted. Raises JournalUnavailable if the write fails.
+
+        It replaces a finished one to which its tenant gave the same name.
+        """
         self.check()
         journal, writer = self.journal, self._writer
         if journal is not None and writer is not None and accepted is not None:
-            self._retained_until.pop(accepted.request_id, None)
-            writer.try_write(lambda: journal.accept(accepted))
+            former = self._retained_ids.get(_owner(request))
+            writer.try_write(lambda: journal.accept(accepted, replaces=former))
             self.check()
+            if former is not None:
+                self._release(former)
 
     def set_deadline(self, request: Request, deadline_s: float | None, *, now_s: float) -> None:
         """Journal a new deadline, given on the clock of `now_s`; None means no deadline."""
@@ -158,7 +185,9 @@ class Durability:
             return
         if request.error is None:
             if request.keep_s is None:
-                self._retained_until[request.id] = journal.clock.now_at() + self.reattach_timeout_s
+                until_at = journal.clock.now_at() + self.reattach_timeout_s
+                self._retained[request.id] = _Retained(_owner(request), until_at)
+                self._retained_ids[_owner(request)] = request.id
         elif request.is_kept:
             end = End(journal.clock.now_at(), type(request.error).__name__, str(request.error))
             self._write(("end", request.id), lambda: journal.end(request.id, end))
@@ -201,15 +230,13 @@ class Durability:
 
     def _prune(self, journal: Journal, registry: RequestRegistry) -> None:
         now_at = journal.clock.now_at()
-        for request_id in [
-            request_id for request_id, until_at in self._retained_until.items() if until_at <= now_at
-        ]:
-            del self._retained_until[request_id]
+        for request_id in [each for each, retained in self._retained.items() if retained.until_at <= now_at]:
+            self._release(request_id)
         journal.forget(
             [
                 request_id
                 for request_id in journal.ids
-                if request_id not in self._retained_until and not registry.has(request_id)
+                if request_id not in self._retained and not registry.has(request_id)
             ]
         )
         due_ids = filter(registry.has, journal.due_to_compact())
@@ -217,6 +244,9 @@ class Durability:
         if due:
             journal.compact([(request.id, progress_of(request, now_at)) for request in due])
         journal.trim()
+
+    def _release(self, request_id: RequestId) -> None:
+        del self._retained_ids[self._retained.pop(request_id).owner]
 
     def _journal_of(self, request: Request) -> Journal | None:
         return self.journal if self.journal is not None and self.journal.has(request.id) else None

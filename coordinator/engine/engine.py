@@ -152,6 +152,12 @@ class Engine:
         self._durability.check()
         self._registry.check_new(name, tenant)
 
+    def uses_id(self, request_id: RequestId, tenant: str = "") -> bool:
+        """Whether a request has this id: a live or kept one, or a finished one of another tenant in the
+        journal.
+        """
+        return self._registry.has(request_id) or self._durability.retains_for_another(request_id, tenant)
+
     @property
     def has_journal(self) -> bool:
         return self._durability.journal is not None
@@ -203,7 +209,7 @@ class Engine:
         self.admission.check_queue(request.client, len(request.choices))
         if (error := plan_limit_error(request, self._max_sequence_tokens)) is not None:
             raise error
-        self._durability.accept(accepted)
+        self._durability.accept(request, accepted)
         self._registry.add(request)
         stream = self._attach(open_stream(request, Positions()), deadline_s)
         request.accepted_s = self._clock()

@@ -280,12 +280,15 @@ class Journal:
         requests, self._requests = self._requests, []
         return requests
 
-    def accept(self, accepted: AcceptedRequest) -> None:
-        """Record a new request, replacing a former one with its id. Raises JournalFailed, like all writes."""
-        grammar = accepted.grammar
+    def accept(self, accepted: AcceptedRequest, *, replaces: RequestId | None = None) -> None:
+        """Record a new request instead of one with its id, and of `replaces`.
+
+        Raises JournalFailed, like all writes.
+        """
+        grammar, former = accepted.grammar, {accepted.request_id, replaces or accepted.request_id}
         number = self._last_number + 1
         with self._writing(4 * len(accepted.prompt) + len(accepted.message)) as changes:
-            self._delete(changes, [accepted.request_id])
+            self._delete(changes, former)
             changes.put(
                 "requests",
                 number,
@@ -304,7 +307,8 @@ class Journal:
                 self._last_row,
             )
         self._last_number = number
-        self._known.pop(accepted.request_id, None)  # so that the new request is the last one
+        for request_id in former:  # so that the new request is the last one
+            self._known.pop(request_id, None)
         self._known[accepted.request_id] = _Known(number, self._last_row)
 
     def add_step(self, entries: Sequence[Entry], *, at: float) -> None:

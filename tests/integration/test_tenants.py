@@ -22,10 +22,11 @@ from stageline.client.errors import Cancelled, RequestNotFound
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.calls import message, until, until_ready
 from tests.integration.cluster import DEADLINE_S, Cluster
-from tests.integration.numbered_calls import SECRET, Gateway
+from tests.integration.numbered_calls import SECRET, Gateway, Numbered
 from tests.integration.test_mock_cluster import VOCAB_SIZE, mock_cluster
 from tests.issued import Certificates, careless_channel
 from tests.mock_answers import mock_tokens
+from tests.unit.coordinator.journal.journals import crashed
 from text.grammars import GrammarCompiler, GrammarKind
 from web.api_keys import changed_keys, new_key
 from wire.channels import ATTACH_SECRET_KEY, TENANT_KEY
@@ -145,6 +146,29 @@ async def test_an_id_of_another_tenants_request_is_served_like_an_unused_one() -
         assert refused.failure.reason == "REQUEST_EXISTS"
         assert await cancel_outcome(cluster.address, mine.request_id, "ann") is grpc.StatusCode.OK
         assert await cancel_outcome(cluster.address, mine.request_id, "bob") is grpc.StatusCode.OK
+
+
+async def test_a_finished_request_is_found_after_a_restart_though_another_tenant_used_its_id(
+    tmp_path: Path,
+) -> None:
+    request = message(PROMPT[:4], 3)
+    wanted = dict[str, list[int]]()
+    finished = dict[str, Numbered]()
+    async with mock_cluster(1, journal=tmp_path / "j.db") as first, Gateway(first.address) as gateway:
+        for tenant, begin in (("ann", 0), ("bob", 4), ("bob", 8), ("", 12)):
+            same = message(PROMPT[begin : begin + 4], 3)
+            same.request_id = request.request_id
+            finished[tenant] = await gateway.submit(same, tenant=tenant)
+            await gateway.until(lambda tenant=tenant: finished[tenant].is_ended)
+            assert finished[tenant].failure is None
+            wanted[tenant] = list(mock_tokens(PROMPT[begin : begin + 4], 3, vocab_size=VOCAB_SIZE))
+        journal = crashed(tmp_path / "j.db", tmp_path / "after")
+    async with mock_cluster(1, journal=journal) as second, Gateway(second.address) as gateway:
+        assert (await second.client.status()).requests.kept == len(wanted)
+        for tenant, tokens in wanted.items():
+            again = await gateway.attach(Numbered(request.request_id), tenant=tenant)
+            await gateway.until(lambda again=again: again.is_ended)
+            assert (again.failure, again.tokens[0]) == (None, tokens), tenant
 
 
 async def test_the_certificate_of_a_client_is_its_tenant(tmp_path: Path) -> None:
