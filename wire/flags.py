@@ -50,8 +50,10 @@ def file_path(text: str) -> Path:
 
 
 def directory_path(text: str) -> Path:
-    """Return the absolute path of a directory, existing or not. Raises ValueError for a file."""
-    path = Path(text).resolve()
+    """Return the absolute path of a directory, existing or not. Raises ValueError for anything else."""
+    path = Path(os.path.realpath(text))
+    if path.is_symlink():
+        raise ValueError(f"{text!r} is a loop of links: give the path of a directory")
     if path.exists() and not path.is_dir():
         raise ValueError(f"{text!r} is a file: give the path of a directory")
     return path

@@ -16,7 +16,7 @@ from certificates.files import TlsDirectory, read_certificates
 from certificates.identity import Identity, Role
 from tests.issued import Certificates
 from wire.channels import new_server
-from wire.flags import existing_file, file_path
+from wire.flags import directory_path, existing_file, file_path
 from wire.transport import PLAIN, RenewedChannel, Transport, TransportSettings, open_transport, tls_directory
 
 DEADLINE_S = 20.0
@@ -132,3 +132,12 @@ def test_paths_of_replaced_files_stay_links(tmp_path: Path) -> None:
     assert tls_directory(str(tmp_path / "pod")) == tmp_path / "pod"
     assert existing_file(str(tmp_path / "keys.toml")) == tmp_path / "keys.toml"
     assert file_path(f"{tmp_path}/pod/../keys.toml") == tmp_path / "keys.toml"
+
+
+def test_the_path_of_a_directory_is_no_loop_of_links(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    with pytest.raises(ValueError, match="a' is a loop of links: give the path of a directory"):
+        directory_path(str(tmp_path / "a"))
+    assert directory_path(str(tmp_path / "link")) == tmp_path / "new"
