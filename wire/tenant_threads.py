@@ -27,7 +27,7 @@ class TenantThreads:
         self._queues: dict[str, deque[asyncio.Future[None]]] = {}
         """Turns of tenants with waiting work."""
         self._last_turns: dict[str, int] = {}
-        """Numbers of the last turns of tenants with work; one without has not had a turn yet."""
+        """Numbers of the last turns of tenants with work; arrival counts as one."""
         self._num_turns = 0
 
     async def run(self, tenant: str, function: Callable[..., _Result], *arguments: object) -> _Result:
@@ -49,6 +49,7 @@ class TenantThreads:
         """Wait for a thread, and take it."""
         turn = asyncio.get_running_loop().create_future()
         self._queues.setdefault(tenant, deque()).append(turn)
+        self._last_turns.setdefault(tenant, self._num_turns)
         self._give_turns()
         try:
             await turn
@@ -57,6 +58,7 @@ class TenantThreads:
                 self._release(tenant)
             elif tenant in self._queues:
                 self._take(tenant, turn)
+            self._forget_idle(tenant)
             raise
 
     def _give_turns(self) -> None:
@@ -64,7 +66,7 @@ class TenantThreads:
             turn = self._queues[tenant][0]
             self._take(tenant, turn)
             self._num_turns += 1
-            self._last_turns[tenant] = self._num_turns
+            self._last_turns[tenant] = self._num_turns + 1  # behind those who come before the next turn
             self._num_idle -= 1
             self._num_running[tenant] += 1
             turn.set_result(None)
@@ -72,7 +74,7 @@ class TenantThreads:
     def _next_tenant(self) -> str | None:
         """The tenant whose last turn is the longest ago."""
         able = [tenant for tenant in self._queues if self._num_running[tenant] < self._per_tenant]
-        return min(able, key=lambda tenant: self._last_turns.get(tenant, 0), default=None)
+        return min(able, key=self._last_turns.__getitem__, default=None)
 
     def _take(self, tenant: str, turn: asyncio.Future[None]) -> None:
         queue = self._queues[tenant]
@@ -90,6 +92,9 @@ class TenantThreads:
         self._num_running[tenant] -= 1
         if not self._num_running[tenant]:
             del self._num_running[tenant]
-            if tenant not in self._queues:
-                del self._last_turns[tenant]
+        self._forget_idle(tenant)
         self._give_turns()
+
+    def _forget_idle(self, tenant: str) -> None:
+        if tenant not in self._queues and not self._num_running[tenant]:
+            self._last_turns.pop(tenant, None)

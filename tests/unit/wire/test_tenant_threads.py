@@ -20,12 +20,15 @@ class Gates:
     def __init__(self) -> None:
         self.begun: list[str] = []
         self._gates: dict[str, threading.Event] = {}
+        self._are_open = False
         self._lock = threading.Lock()
 
     def work(self, name: str) -> str:
         with self._lock:
             self.begun.append(name)
             gate = self._gates.setdefault(name, threading.Event())
+            if self._are_open:
+                gate.set()
         assert gate.wait(DEADLINE_S)
         return name
 
@@ -33,6 +36,13 @@ class Gates:
         with self._lock:
             for name in names:
                 self._gates.setdefault(name, threading.Event()).set()
+
+    def open_all(self) -> None:
+        """Those of later work, too."""
+        with self._lock:
+            self._are_open = True
+            for gate in self._gates.values():
+                gate.set()
 
     async def until_begun(self, count: int) -> list[str]:
         async with asyncio.timeout(DEADLINE_S):
@@ -88,6 +98,31 @@ async def test_tenants_take_turns_in_the_order_in_which_they_came() -> None:
             await asyncio.gather(*tasks)
 
 
+async def test_a_queue_has_its_turns_among_more_tenants_than_threads() -> None:
+    """All others come back with one piece of work at a time."""
+    gates, flood, others, num_threads = Gates(), [f"q{number}" for number in range(20)], "abcdefgh", 4
+    async with threads(num_threads, per_tenant=1) as pool:
+        queued, is_over = begin(pool, gates, *flood), asyncio.Event()
+
+        async def come_back(tenant: str) -> None:
+            number = 0
+            while not is_over.is_set():
+                await pool.run(tenant, gates.work, f"{tenant}{number}")
+                number += 1
+
+        back = [asyncio.create_task(come_back(tenant)) for tenant in others]
+        num_opened, most = 0, len(flood) * (len(others) + num_threads)
+        while not set(flood) <= set(gates.begun) and num_opened < most:
+            begun = list(await gates.until_begun(num_opened + num_threads))
+            gates.open(*begun[num_opened:])
+            num_opened = len(begun)
+        num_begun = len(set(flood) & set(gates.begun))
+        is_over.set()
+        gates.open_all()
+        await asyncio.gather(*back, *queued)
+    assert num_begun == len(flood)
+
+
 async def test_a_thread_is_taken_until_the_work_of_a_cancelled_caller_ends() -> None:
     gates = Gates()
     async with threads(1, per_tenant=1) as pool:
@@ -119,6 +154,19 @@ async def test_a_caller_that_is_cancelled_while_it_waits_leaves_no_turn_behind()
         await tasks[0]
         for left in (pool._queues, pool._num_running, pool._last_turns):
             assert not left
+
+
+async def test_a_tenant_whose_only_work_is_cancelled_while_it_waits_is_forgotten() -> None:
+    gates = Gates()
+    async with threads(1, per_tenant=1) as pool:
+        with opened(gates, "a0"):
+            tasks = begin(pool, gates, "a0", "b0")
+            await gates.until_begun(1)
+            tasks[1].cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await tasks[1]
+            assert list(pool._last_turns) == ["a"]
+        await tasks[0]
 
 
 async def test_an_error_is_the_callers_and_frees_the_thread() -> None:
