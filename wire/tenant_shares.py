@@ -13,13 +13,14 @@ _Value = TypeVar("_Value")
 def has_room(num_of: Mapping[str, int], tenant: str, count: int, *, limit: int) -> bool:
     """Whether `count` more of a tenant fit into `limit` places.
 
-    Where others have filled the places, a tenant still gets an equal part of them. So the total exceeds
-    `limit`, by at most its product with the harmonic number of tenants, and no tenant can keep others out.
+    Where others have filled the places, a tenant still gets an equal part of them, and at least one place. So
+    no tenant can keep others out, and the total of n tenants may exceed `limit`: it is at most the sum of
+    max(1, limit // k) for k from 1 to n.
     """
     if sum(num_of.values()) + count <= limit:
         return True
     owners = {owner for owner, number in num_of.items() if number} | {tenant}
-    return num_of.get(tenant, 0) + count <= limit // len(owners)
+    return num_of.get(tenant, 0) + count <= max(1, limit // len(owners))
 
 
 class TenantCache(Generic[_Key, _Value]):

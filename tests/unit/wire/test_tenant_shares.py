@@ -32,13 +32,21 @@ def test_a_tenant_has_an_equal_part_of_places_that_others_have_filled(
     assert has_room(num_of, tenant, count, limit=8) is expected
 
 
-@given(arrivals=st.lists(st.sampled_from(TENANTS), max_size=80), limit=st.integers(4, 20))
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_tenant_has_a_place_although_there_are_more_tenants_than_places(limit: int) -> None:
+    others = dict.fromkeys("abc", 1)
+    assert has_room(others, "d", 1, limit=limit)
+    assert not has_room(others, "d", 2, limit=limit)
+    assert not has_room(others, "a", 1, limit=limit)
+
+
+@given(arrivals=st.lists(st.sampled_from(TENANTS), max_size=80), limit=st.integers(1, 20))
 def test_tenants_together_exceed_the_places_by_a_bounded_number(arrivals: list[str], limit: int) -> None:
     taken = Counter[str]()
     for tenant in arrivals:
         if has_room(taken, tenant, 1, limit=limit):
             taken[tenant] += 1
-    assert taken.total() <= limit * sum(1 / number for number in range(1, len(TENANTS) + 1))
+    assert taken.total() <= sum(max(1, limit // number) for number in range(1, len(TENANTS) + 1))
 
 
 def test_the_tenant_with_the_most_makes_room_and_loses_its_oldest() -> None:
