@@ -26,10 +26,14 @@ from tests.ports import unused_address
 from wire.errors import InvariantBroken
 
 NUM_REQUESTS = 200
+FEW_REQUESTS = 30
 AT_ONCE = 50
 PATH = "/v1/completions"
 LONG = {"prompt": [3, 14, 15] * 100, "max_tokens": 3000}
 KINDS = (NumberedRequest, RequestStream, Generation, Rendering, Call, inference_pb2.GenerateRequest)
+few_or_many = pytest.mark.parametrize(
+    "number", [FEW_REQUESTS, pytest.param(NUM_REQUESTS, marks=pytest.mark.full)]
+)
 MOST_KEPT = 3
 """Of a kind: a loop that waits for its next message still has the last one."""
 
@@ -102,24 +106,25 @@ async def many(
     *,
     meanwhile: Callable[[], Coroutine[Any, Any, None]] = nothing,
     after: Callable[[], Coroutine[Any, Any, None]] = nothing,
+    number: int = NUM_REQUESTS,
 ) -> None:
-    """Run `NUM_REQUESTS` in rounds of `AT_ONCE`; `meanwhile` runs beside each round and `after` behind it."""
-    for _ in range(NUM_REQUESTS // AT_ONCE):
-        await asyncio.gather(*(run() for _ in range(AT_ONCE)), meanwhile())
+    """Run requests in rounds of `AT_ONCE`; `meanwhile` runs beside each round and `after` behind it."""
+    for begun in range(0, number, AT_ONCE):
+        await asyncio.gather(*(run() for _ in range(min(AT_ONCE, number - begun))), meanwhile())
         await after()
 
 
 async def check_gone(world: World, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """After `end` has ended `NUM_REQUESTS` requests, none of their objects is left."""
+    """After `end` has ended many requests, none of their objects is left."""
     await end()
     await world.cluster.wait_drained()
     await until(lambda: max(live().values()) <= MOST_KEPT)
 
 
-@pytest.mark.full
-async def test_requests_that_the_gateway_refuses_are_gone() -> None:
+@few_or_many
+async def test_requests_that_the_gateway_refuses_are_gone(number: int) -> None:
     async with world() as served:
-        await check_gone(served, lambda: many(lambda: served.refused(404, model="other")))
+        await check_gone(served, lambda: many(lambda: served.refused(404, model="other"), number=number))
 
 
 async def test_requests_that_the_coordinator_refuses_are_gone() -> None:
@@ -151,10 +156,10 @@ async def test_requests_that_fail_while_they_run_are_gone() -> None:
         await check_gone(served, lambda: many(served.failed, meanwhile=fail_all))
 
 
-@pytest.mark.full
-async def test_requests_of_clients_that_leave_are_gone() -> None:
+@few_or_many
+async def test_requests_of_clients_that_leave_are_gone(number: int) -> None:
     async with world() as served:
-        await check_gone(served, lambda: many(served.left))
+        await check_gone(served, lambda: many(served.left, number=number))
 
 
 @pytest.mark.full
