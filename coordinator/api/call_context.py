@@ -19,12 +19,14 @@ from wire.addresses import peer_host
 from wire.audit import AuditCaller
 from wire.authorization import caller_of
 from wire.channels import AUTHORIZATION_KEY, TENANT_KEY
-from wire.errors import AccessDenied, AttachSecretMismatch, TokenMismatch, TokenMissing
+from wire.errors import AccessDenied, AttachSecretMismatch, InvalidRequest, TokenMismatch, TokenMissing
 from wire.ids import RequestId
 from wire.peer_identity import peer_identity
 from wire.peer_secrets import RefusedPeers
 from wire.trace_context import parse_traceparent
 from wire.user_files import token_path, write_secret
+
+MAX_CLIENT_CHARACTERS = 256
 
 
 class TokenFile:
@@ -102,16 +104,21 @@ class CallContexts:
     def on_stream(
         self, stream: CallContext, submit: serve_pb2.SubmitEnvelope, *, deadline_s: float | None
     ) -> CallContext:
-        """Caller of a request on a stream of many; its `client` counts where metadata names clients.
+        """Caller of a request on a stream of many, which names its tenant, or its `client` where it has none.
 
-        Raises AccessDenied and InvalidRequest for a tenant that the stream may not act for.
+        Raises AccessDenied for a tenant that the stream may not act for, and InvalidRequest.
         """
         tenant = tenant_of(stream.identity, submit.tenant)
+        if len(submit.client) > MAX_CLIENT_CHARACTERS:
+            raise InvalidRequest(
+                f"client has {len(submit.client)} characters, the limit is {MAX_CLIENT_CHARACTERS}",
+                field="client",
+            )
         return replace(
             stream,
             tenant=tenant,
             max_tenant_sequences=submit.max_tenant_sequences or None,
-            client=tenant or (submit.client if self._client_key is not None else "") or stream.client,
+            client=tenant or submit.client or stream.client,
             deadline_s=deadline_s,
             span=parse_traceparent(submit.traceparent) if submit.traceparent else None,
         )

@@ -145,9 +145,11 @@ class ServeStream:
         """Execute one command; an error of it is in the next message. Raises InvalidRequest without one."""
         match command.WhichOneof("command"):
             case "submit":
-                self._begin(command.submit, self._submit)
+                self._begin(
+                    command.submit, self._submit, owner=command.submit.tenant or command.submit.client
+                )
             case "attach":
-                self._begin(command.attach, self._attach)
+                self._begin(command.attach, self._attach, owner=command.attach.tenant)
             case "cancel":
                 self._try(self._cancel, command.cancel)
             case "stop":
@@ -173,10 +175,10 @@ class ServeStream:
         except ServingError as error:
             self.batch.reject(message.number, error)
 
-    def _begin(self, message: Any, run: Callable[[Any], None]) -> None:
+    def _begin(self, message: Any, run: Callable[[Any], None], *, owner: str) -> None:
         """Run a command that takes a new number; its failure ends the number."""
         try:
-            self.batch.reserve(message.number, message.credit, tenant=message.tenant)
+            self.batch.reserve(message.number, message.credit, owner=owner)
         except (InvalidRequest, Overloaded) as error:
             self.batch.reject(message.number, error)
             return

@@ -197,7 +197,7 @@ class OutputBatch:
         self._on_end = on_end
         self._reserved: dict[int, int] = {}  # credit by number
         self._streams: dict[int, NumberedStream] = {}
-        self._tenants: dict[int, str] = {}
+        self._owners: dict[int, str] = {}
         self._last_number = -1
         self._changed: dict[NumberedStream, None] = {}
         self._next = BatchMessage()
@@ -205,20 +205,23 @@ class OutputBatch:
         self._is_closed = False
         self._error: Exception | None = None
 
-    def reserve(self, number: int, credit: int, *, tenant: str = "") -> None:
-        """Reserve a new number. Raises InvalidRequest, and Overloaded above `MAX_NUMBERS`."""
+    def reserve(self, number: int, credit: int, *, owner: str = "") -> None:
+        """Reserve a new number; each owner has a part of them.
+
+        Raises InvalidRequest, and Overloaded above `MAX_NUMBERS`.
+        """
         if number <= self._last_number:
             raise InvalidRequest(
                 f"number is {number}, must be greater than {self._last_number}, the last one"
             )
-        num_live = len(self._tenants)
+        num_live = len(self._owners)
         if num_live >= MAX_NUMBERS and not has_room(
-            Counter(self._tenants.values()), tenant, 1, limit=MAX_NUMBERS
+            Counter(self._owners.values()), owner, 1, limit=MAX_NUMBERS
         ):
             raise Overloaded(f"{num_live} requests are live on this stream, the limit is {MAX_NUMBERS}")
         self._last_number = number
         self._reserved[number] = credit
-        self._tenants[number] = tenant
+        self._owners[number] = owner
 
     def open(self, opening: NumberedOpening, request: Request, positions: Positions) -> NumberedStream:
         """Begin to read the request of a reserved number. Raises InvalidRequest for the positions."""
@@ -259,7 +262,7 @@ class OutputBatch:
         elif credit is None:
             return
         else:
-            del self._tenants[number]
+            del self._owners[number]
         failures = self._next.failures
         failures.append(Failure(number, error))
         self.wake()
@@ -267,7 +270,7 @@ class OutputBatch:
     def end(self, number: int) -> None:
         """End a number without a message; no effect after its end."""
         if self._reserved.pop(number, None) is not None:
-            del self._tenants[number]
+            del self._owners[number]
         if (stream := self._streams.get(number)) is not None:
             self._end(stream)
 
@@ -330,6 +333,6 @@ class OutputBatch:
         return message
 
     def _end(self, stream: NumberedStream) -> None:
-        del self._streams[stream.number], self._tenants[stream.number]
+        del self._streams[stream.number], self._owners[stream.number]
         self._changed.pop(stream, None)
         self._on_end(stream)

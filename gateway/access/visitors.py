@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gateway.upstream.contract import NO_OWNER, RequestOwner
+from gateway.upstream.contract import RequestOwner
 from web.api_keys import PRIORITIES, VIEWER, ApiKey, KeyRefused, KeysFile
 
 REQUESTS, TOKENS = "requests", "tokens"
@@ -43,21 +43,27 @@ CountTokens = Callable[[str, str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """Caller of a request; without a `key`, anyone, whom nothing limits."""
+    """Caller of a request; without a `key`, anyone at a `host`, whom nothing limits."""
 
     key: ApiKey | None = None
     spend: Callable[[str, int], None] = lambda kind, num_tokens: None
     """Counts tokens of a kind, `prompt` or `completion`."""
+    host: str = ""
 
     @property
     def tenant(self) -> str:
         return "" if self.key is None else self.key.tenant
 
     @property
+    def share(self) -> str:
+        """Owner of a part of what visitors share: the tenant, or the host of a visitor without one."""
+        return f"tenant {self.tenant}" if self.tenant else f"host {self.host}"
+
+    @property
     def owner(self) -> RequestOwner:
         """Of the visitor's requests to the coordinator."""
         if self.key is None:
-            return NO_OWNER
+            return RequestOwner(client=self.host)
         return RequestOwner(
             tenant=self.key.tenant,
             max_sequences=self.key.max_concurrent or 0,

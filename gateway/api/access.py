@@ -13,6 +13,7 @@ from gateway.access.visitors import ANYONE, Doorkeeper, NoKey, NotAdmitted, NotP
 from gateway.api.errors import ApiError, error_response, status_error
 from gateway.api.messages.endpoints import message_refusal
 from web.api_keys import bearer_of
+from wire.addresses import counted_host
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/readyz", "/", "/favicon.ico"})
 OPEN_PREFIX = "/static/"
@@ -54,8 +55,10 @@ def _counts(scope: Scope) -> bool:
 
 
 def visitor_of(scope: Scope) -> Visitor:
-    """Who makes a request; anyone where no keys are required."""
-    visitor: Visitor = scope.get(VISITOR, ANYONE)
+    """Who makes a request; anyone at its host where no keys are required."""
+    visitor: Visitor | None = scope.get(VISITOR)
+    if visitor is None:
+        return Visitor(host=counted_host(scope["client"][0])) if scope.get("client") else ANYONE
     return visitor
 
 

@@ -29,7 +29,6 @@ from gateway.text_thread import TextThread
 from gateway.upstream.contract import TokenStream, Upstream, UpstreamFailure
 from stageline_rpc.v1 import inference_pb2
 from text.tokenizer import TextCodec
-from wire.addresses import counted_host
 from wire.audit import NO_AUDIT, AuditLog
 from wire.errors import AttachSecretMismatch, RequestExists, reason_of
 from wire.ids import RequestId, id_text, new_request_id, parse_request_id
@@ -142,8 +141,8 @@ class Gateway:
         self.parsing.close()
 
     async def beside_loop(self, work: Callable[[], _Result]) -> _Result:
-        """Run slow work of a prompt, such as tokenizing, on a thread, when it is the tenant's turn."""
-        return await self.prompts.run(self.visitor.tenant, work)
+        """Run slow work of a prompt, such as tokenizing, on a thread, when it is the visitor's turn."""
+        return await self.prompts.run(self.visitor.share, work)
 
     def require_codec(self, param: str, instead: str) -> TextCodec:
         """Raises ApiError for a model without a tokenizer."""
@@ -264,12 +263,12 @@ def ignored_by(request: Request) -> Sequence[str]:
 
 
 async def _read_fields(gateway: Gateway, request: Request, kind: type[_Body]) -> _Body:
-    tenant, host = gateway.visitor.tenant, counted_host(request.client.host) if request.client else ""
-    with gateway.bodies.body_of(f"tenant {tenant}" if tenant else f"host {host}") as held:
+    share = gateway.visitor.share
+    with gateway.bodies.body_of(share) as held:
         body = await read_body(request, max_bytes=gateway.config.max_body_bytes, held=held)
         if len(body) <= INLINE_BYTES:
             return parse_body(kind, body)
-        return await gateway.parsing.run(tenant, _parse_large, gateway, kind, body)
+        return await gateway.parsing.run(share, _parse_large, gateway, kind, body)
 
 
 def _parse_large(gateway: Gateway, kind: type[_Body], body: bytes) -> _Body:

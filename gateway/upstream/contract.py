@@ -101,13 +101,14 @@ class UpstreamFailure(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOwner:
-    """Whose request it is; the default is a gateway without keys.
+    """Whose request it is; without keys it has no tenant, and is of a `client`.
 
     Above `max_sequences` waiting and running sequences of the tenant, 0 for no limit, the coordinator refuses
     it. `spend` is called with the number of new tokens as they arrive.
     """
 
     tenant: str = ""
+    client: str = ""
     max_sequences: int = 0
     spend: Callable[[int], None] = lambda num_tokens: None
 

@@ -85,6 +85,7 @@ class NumberedRequest:
                 attach_secret=self.secret,
                 traceparent=self._traceparent,
                 tenant=self._owner.tenant,
+                client=self._owner.client,
                 max_tenant_sequences=self._owner.max_sequences,
             )
             self._set_timeout(submit)

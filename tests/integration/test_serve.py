@@ -441,9 +441,10 @@ async def test_a_coordinator_restarted_with_its_journal_continues_with_the_stops
         assert metadata["stageline-journalled"] == "1"
 
 
-async def test_clients_share_limits_by_name_over_streams() -> None:
+@pytest.mark.parametrize("client_key", [None, "x-client"])
+async def test_clients_share_limits_by_name_over_streams(client_key: str | None) -> None:
     async with (
-        mock_cluster(1, client_key="x-client", max_client_requests=1) as cluster,
+        mock_cluster(1, client_key=client_key, max_client_requests=1) as cluster,
         Gateway(cluster.address) as one,
         Gateway(cluster.address) as other,
     ):
@@ -456,6 +457,17 @@ async def test_clients_share_limits_by_name_over_streams() -> None:
         assert refused.failure.code == StatusCode.RESOURCE_EXHAUSTED.value[0]
         assert refused.failure.retry_delay.ToMicroseconds() > 0
         assert bob.failure is None
+
+
+async def test_a_long_name_of_a_client_is_refused() -> None:
+    async with mock_cluster(1) as cluster, Gateway(cluster.address) as gateway:
+        served = await gateway.submit(message(PROMPT, 5), client="a" * 256)
+        refused = await gateway.submit(message(PROMPT, 5), client="a" * 257)
+        await gateway.until(lambda: served.is_ended and refused.is_ended)
+        assert served.failure is None
+        assert refused.failure is not None
+        assert refused.failure.message == "client has 257 characters, the limit is 256"
+        assert refused.failure.field == "client"
 
 
 async def test_the_coordinators_end_fails_requests_and_streams() -> None:

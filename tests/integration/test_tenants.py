@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
-from httpx2 import AsyncClient, Response
+from httpx2 import AsyncClient, AsyncHTTPTransport, Response
 
 from certificates.identity import Role
 from gateway.config import GatewayConfig
@@ -61,8 +61,8 @@ def keys(tmp_path: Path) -> Keys:
 
 
 @asynccontextmanager
-async def serving(cluster: Cluster, keys: Keys) -> AsyncIterator[AsyncClient]:
-    config = GatewayConfig(coordinator=cluster.address, listen="127.0.0.1:0", keys_file=keys.path)
+async def serving(cluster: Cluster, keys: Keys | None) -> AsyncIterator[AsyncClient]:
+    config = GatewayConfig(coordinator=cluster.address, listen="127.0.0.1:0", keys_file=keys and keys.path)
     server = GatewayServer(config, template=None)
     await server.start()
     try:
@@ -344,8 +344,9 @@ def with_schema(name: str) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
 
 
-async def test_schemas_of_a_tenant_hold_up_no_other_tenant(
-    keys: Keys, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_keys", [True, False], ids=["tenants", "hosts without keys"])
+async def test_schemas_of_a_tenant_or_host_hold_up_no_other(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch, has_keys: bool
 ) -> None:
     gate, compiling, compiled = threading.Event(), threading.Event(), GrammarCompiler.compile
 
@@ -357,10 +358,15 @@ async def test_schemas_of_a_tenant_hold_up_no_other_tenant(
 
     monkeypatch.setattr(GrammarCompiler, "compile", slow)
     ann, bob = keys.new("ann"), keys.new("bob")
-    async with Cluster(None, layers=(12,), has_text=True) as cluster, serving(cluster, keys) as http:
+    other_host = AsyncHTTPTransport(local_address="127.0.0.2")
+    async with (
+        Cluster(None, layers=(12,), has_text=True) as cluster,
+        serving(cluster, keys if has_keys else None) as http,
+        AsyncClient(base_url=http.base_url, timeout=DEADLINE_S, transport=other_host) as flooder,
+    ):
         await until_ready(http)
         flood = [
-            asyncio.create_task(complete(http, ann, prompt="a", response_format=with_schema(name)))
+            asyncio.create_task(complete(flooder, ann, prompt="a", response_format=with_schema(name)))
             for name in (f"flood{number}" for number in range(8))
         ]
         try:

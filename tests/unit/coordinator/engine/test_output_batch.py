@@ -229,16 +229,16 @@ def test_a_tenant_has_its_part_of_the_numbers_that_another_one_has_filled(
     monkeypatch.setattr(output_batch, "MAX_NUMBERS", 4)
     batch = Readings().batch
     for number in range(4):
-        batch.reserve(number, 1, tenant="flood")
+        batch.reserve(number, 1, owner="flood")
     for number in (4, 5):
-        batch.reserve(number, 1, tenant="quiet")
+        batch.reserve(number, 1, owner="quiet")
     for tenant in ("flood", "quiet"):
         with pytest.raises(Overloaded):
-            batch.reserve(6, 1, tenant=tenant)
+            batch.reserve(6, 1, owner=tenant)
     for number in range(6):
         batch.end(number)
     for number in range(6, 10):
-        batch.reserve(number, 1, tenant="flood")
+        batch.reserve(number, 1, owner="flood")
 
 
 async def test_a_closed_batch_sends_what_is_left() -> None:

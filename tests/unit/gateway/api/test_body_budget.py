@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from types import ModuleType
+from typing import Any
 
 import pytest
+from httpx2 import ASGITransport, AsyncClient
 
-from gateway.api import body_budget
+from gateway.api import body_budget, call, completions
+from gateway.api.app import make_app
 from gateway.api.body_budget import BODIES, BODIES_PER_OWNER, FREE_BYTES, SLOW_S, BodyBudget
 from gateway.api.errors import ApiError
 from tests.unit.gateway.fake_upstream import Served, serve
@@ -124,3 +129,39 @@ async def test_unfinished_bodies_have_a_bound_together_and_small_requests_go_on(
         await asyncio.gather(*calls, return_exceptions=True)
         large = await served.client.post(PATH, json={"prompt": "a" * size, "max_tokens": 1})
         assert large.json()["error"]["code"] == "context_length_exceeded", "it was not read"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(call, "check_size"), (completions, "_read_prompts")], ids=["parsing", "tokenizing"]
+)
+async def test_slow_work_for_a_host_holds_up_no_other_host(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
+) -> None:
+    gate, working, work = threading.Event(), threading.Event(), getattr(module, name)
+
+    def slow(*arguments: Any, **more: Any) -> Any:
+        if "flood" in repr(arguments):
+            working.set()
+            assert gate.wait(20)
+        return work(*arguments, **more)
+
+    monkeypatch.setattr(module, name, slow)
+    async with serve(max_body_bytes=1 << 20) as served:
+        app = make_app(served.gateway)
+
+        async def ask(host: str, prompt: str) -> int:
+            async with AsyncClient(
+                transport=ASGITransport(app, client=(host, 1)), base_url="http://gateway"
+            ) as client:
+                body = {"prompt": prompt, "max_tokens": 1, "user": "u" * 20_000}
+                return (await client.post(PATH, json=body)).status_code
+
+        flood = [asyncio.create_task(ask("10.0.0.1", "flood")) for _ in range(8)]
+        try:
+            assert await asyncio.to_thread(working.wait, 20)
+            assert await asyncio.wait_for(ask("10.0.0.2", "a bird"), 10) == 200
+            assert not any(task.done() for task in flood)
+            assert {owner.client for owner in served.upstream.owners} == {"10.0.0.2"}
+        finally:
+            gate.set()
+            assert await asyncio.gather(*flood) == [200] * len(flood)
