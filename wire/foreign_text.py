@@ -6,14 +6,20 @@ MAX_SHOWN_CHARACTERS = 2000
 
 def printable_line(text: str) -> str:
     """Return `text` as one line of at most 2,000 characters and its length that cannot control a terminal."""
-    return escaped(shortened(text))
+    # Cut first, too: escapes of a name of megabytes take seconds.
+    shown = escaped(text[: MAX_SHOWN_CHARACTERS + 1])
+    return shown if len(shown) <= MAX_SHOWN_CHARACTERS else _cut(shown, len(text))
 
 
 def shortened(text: str) -> str:
     """Return `text`, cut at 2,000 characters; a cut one ends with its length."""
     if len(text) <= MAX_SHOWN_CHARACTERS:
         return text
-    return f"{text[:MAX_SHOWN_CHARACTERS]}... ({len(text)} characters)"
+    return _cut(text, len(text))
+
+
+def _cut(shown: str, num_characters: int) -> str:
+    return f"{shown[:MAX_SHOWN_CHARACTERS]}... ({num_characters} characters)"
 
 
 def escaped(text: str) -> str:

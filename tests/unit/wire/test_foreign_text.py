@@ -42,3 +42,10 @@ def test_digits_are_a_number_up_to_the_limit(text: str, number: int) -> None:
 @pytest.mark.parametrize("text", ["", "256", "0255", "-1", "+1", "1_0", " 1", "1.0", "٣", "²", "9" * 5000])
 def test_other_texts_are_none(text: str) -> None:
     assert parse_digits(text, limit=255) is None
+
+
+@pytest.mark.parametrize("character", ["\x1b", "\U000e0001", "\u202e", "a"])
+def test_escapes_count_for_the_limit_of_a_line(character: str) -> None:
+    line = printable_line(character * 3000)
+    assert line.endswith("... (3000 characters)")
+    assert len(line) == MAX_SHOWN_CHARACTERS + len("... (3000 characters)")
