@@ -882,8 +882,8 @@ class Submit(_message.Message):
     traceparent: _builtins.str
     """W3C trace context."""
     client: _builtins.str
-    """The client whose share of the coordinator this request takes, where the coordinator is told clients by metadata
-    (--client-key). Empty: the caller of the stream.
+    """The client whose share of the coordinator this request takes if it has no tenant: gateways without keys name the
+    host of the HTTP client. At most 256 characters. Empty: the caller of the stream. Believed as `tenant` is.
     """
     tenant: _builtins.str
     """Whose request it is; empty for a cluster without tenants. Prompts are shared within a tenant only, and Attach and
