@@ -123,4 +123,4 @@ async def test_killed_processes_leave_no_segment(steady: Path, tmp_path: Path) -
         assert len(segments) == 1
         await cluster.kill(*cluster.worker_names)
         assert not segments & segments_of_all_processes()
-        assert not list(Path("/dev/shm").glob("*stageline*"))
+        assert not list(Path("/dev/shm").glob(f"*{SEGMENT}*"))

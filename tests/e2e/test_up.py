@@ -90,7 +90,7 @@ async def _answers(client: AsyncClient) -> bool:
 async def _status_shows_every_stage(address: str) -> None:
     shown = await run_stageline("status", STAGELINE_COORDINATOR=address)
     assert (shown.code, shown.stderr) == (0, "")
-    assert "stageline-stories in bf16, 3 stages, epoch 2\nserving\n" in shown.stdout
+    assert re.search(r"stageline-stories in (?:bf16|f32), 3 stages, epoch 2\nserving\n", shown.stdout)
     assert re.search(r"Self-check passed: .*the recorded reference", shown.stdout)
     assert len(re.findall(r"(?:FIRST|MIDDLE|LAST) +worker-\d +\d+ to \d+ .* ready ", shown.stdout)) == 3
     as_json = await run_stageline("status", "--json", "--coordinator", address)

@@ -30,6 +30,8 @@ CONFIG = {
     "dtype": "bfloat16",
 }
 
+LIMITS = ("--kv-tokens", "256", "--max-step-tokens", "64", "--max-model-len", "256")
+
 
 async def test_peak_memory_of_a_worker_is_its_weights_plus_a_constant(tmp_path: Path) -> None:
     directory = tmp_path / "model"
@@ -40,7 +42,7 @@ async def test_peak_memory_of_a_worker_is_its_weights_plus_a_constant(tmp_path: 
         model=directory,
         memory_bytes=1200 * MIB,
         num_threads=1,
-        coordinator_arguments=("--kv-tokens", "256", "--max-step-tokens", "64", "--max-model-len", "256"),
+        coordinator_arguments=("--dtype", "bf16", *LIMITS),
         environment=ENVIRONMENT,
         log_directory=tmp_path / "logs",
     )

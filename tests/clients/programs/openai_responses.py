@@ -102,8 +102,8 @@ def check_cancel_and_delete() -> None:
 
 def check_errors() -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
-        ONE.responses.create(**STORY, tools=[{"type": "web_search"}])
-    assert wrong.value.param == "tools[0]"
+        ONE.responses.create(**STORY, tools=[{"type": "web_search"}], tool_choice={"type": "web_search"})
+    assert wrong.value.param == "tool_choice"
     with pytest.raises(openai.BadRequestError) as unknown:
         ONE.responses.create(**STORY, previous_response_id="resp_unknown")
     assert unknown.value.code == "previous_response_not_found"
