@@ -182,6 +182,9 @@ visible (`tests/unit/stage_worker/model/test_families.py`):
 | float32 | greedy tokens are equal at {NUM_CUTS} cuts, with chunked prefill, prefix hits and preemption |
 | bf16 | logits differ by less than {BF16_SPREAD:g} of their standard deviation (root mean square) |
 
+The bf16 logits are compared with transformers' in bf16 and in float32, whichever are nearer: rounding may
+choose another expert.
+
 A change of any field that enters the computation must change the logits, so that a field which is read and
 not used fails the tests; a change of any other field must be refused, as the tensors do not fit it. `make
 test` has some families, `make test-full` families with every kind of block and four others each day, `make
