@@ -304,7 +304,7 @@ def _unknown_query(gateway: Gateway, route: Route, request: Request) -> Sequence
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status, problem, headers = error.status_code, error.detail.lower(), dict(error.headers or {})
-    if status == METHOD_NOT_ALLOWED and _names_a_response(request):
+    if status == METHOD_NOT_ALLOWED and _names_a_response(request.path_params):
         headers["Allow"] = ", ".join(sorted(_methods_of_path(request)))  # not of one route alone
     elif status in (METHOD_NOT_ALLOWED, NOT_FOUND):
         status, problem, headers = NOT_FOUND, _unknown_path(request.url.path), {}
@@ -315,9 +315,9 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     return response
 
 
-def _names_a_response(request: Request) -> bool:
+def _names_a_response(path_params: Mapping[str, Any]) -> bool:
     """Whether a path with the place of a response's id has one, if it has that place."""
-    identity = request.path_params.get("response_id")
+    identity = path_params.get("response_id")
     return identity is None or is_response_id(identity)
 
 
@@ -332,7 +332,10 @@ def _unknown_path(path: str) -> str:
 
 def _methods_of_path(request: Request) -> Iterable[str]:
     for route in request.app.routes:
-        if isinstance(route, StarletteRoute) and route.matches(request.scope)[0] is not Match.NONE:
+        if not isinstance(route, StarletteRoute):
+            continue
+        match, found = route.matches(request.scope)
+        if match is not Match.NONE and _names_a_response(found["path_params"]):
             yield from route.methods or ()
 
 

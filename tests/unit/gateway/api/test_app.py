@@ -128,7 +128,8 @@ async def test_the_schema_describes_every_path_and_field() -> None:
 async def test_a_wrong_method_names_those_of_the_path() -> None:
     async with serve() as served:
         one = f"/v1/responses/resp_{'0' * 64}"
-        for path, methods in ((one, "DELETE, GET, HEAD"), ("/v1/completions", "POST")):
+        counted = "/v1/responses/input_tokens"
+        for path, methods in ((one, "DELETE, GET, HEAD"), ("/v1/completions", "POST"), (counted, "POST")):
             response = await served.client.options(path)
             assert (response.status_code, response.headers["allow"]) == (405, methods)
 
