@@ -14,6 +14,8 @@ from gateway.api.errors import ApiError, http_error, invalid
 
 _TYPE_NAMES = frozenset({"bool", "dict", "float", "int", "list", "none", "str"})
 _MAX_SHOWN = 60
+INLINE_BYTES = 16 * 1024
+"""Bodies up to this size are parsed and checked on the event loop, within a millisecond."""
 MAX_STRINGS = 32_768
 MAX_VALUES = 262_144
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
@@ -29,6 +31,12 @@ class RequestBody(BaseModel):
     own_names: ClassVar[Mapping[str, str]] = {}
     """The API's names for fields that other classes name."""
     model: str | None = None
+    _num_bytes: int = 0
+
+    @property
+    def is_large(self) -> bool:
+        """Whether work on the fields belongs on a thread, as reading them did."""
+        return self._num_bytes > INLINE_BYTES
 
     def name_of(self, field: str) -> str:
         """Return the name that the client knows a field by, for errors."""
@@ -86,14 +94,20 @@ def check_size(body: bytes, *, max_values: int) -> None:
 def parse_body(kind: type[_Body], body: bytes) -> _Body:
     """Raises ApiError with the field that is wrong; pydantic limits the depth of nested JSON to 200."""
     try:
-        return kind.model_validate_json(body)
+        fields = kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        raise _wrong(error) from None
+    fields._num_bytes = len(body)
+    return fields
+
+
+def _wrong(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
-        raise invalid(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+        return invalid(f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     param = _path(first["loc"])
     text = first["msg"][0].lower() + first["msg"][1:]
-    raise invalid(f"{param or 'the body'} is {_shown(first['input'])}: {text}", param=param)
+    return invalid(f"{param or 'the body'} is {_shown(first['input'])}: {text}", param=param)
 
 
 def _path(location: Sequence[int | str]) -> str | None:

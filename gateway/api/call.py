@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.access.visitors import ANYONE, Doorkeeper, Visitor
-from gateway.api.body import MAX_VALUES, RequestBody, check_size, parse_body, read_body
+from gateway.api.body import INLINE_BYTES, MAX_VALUES, RequestBody, check_size, parse_body, read_body
 from gateway.api.body_budget import BodyBudget
 from gateway.api.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, invalid, unavailable, unknown_model
 from gateway.api.fields import check_fields, check_parts, header_name, short_name
@@ -35,8 +35,6 @@ from wire.ids import RequestId, id_text, new_request_id, parse_request_id
 from wire.tenant_threads import TenantThreads
 from wire.trace_context import parse_traceparent
 
-INLINE_BYTES = 16 * 1024
-"""Bodies up to this size are parsed on the event loop, within a millisecond."""
 TEXT_SLACK = 4
 """Characters that a tokenizer may fold, such as white space."""
 MAX_LABEL_CHARACTERS = 256
@@ -141,7 +139,7 @@ class Gateway:
         self.parsing.close()
 
     async def beside_loop(self, work: Callable[[], _Result]) -> _Result:
-        """Run slow work of a prompt, such as tokenizing, on a thread, when it is the visitor's turn."""
+        """Run slow work of a request, such as tokenizing, on a thread, when it is the visitor's turn."""
         return await self.prompts.run(self.visitor.share, work)
 
     def require_codec(self, param: str, instead: str) -> TextCodec:

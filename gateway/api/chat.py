@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import orjson
@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from gateway.answers import AnswerDelta, Answers, WholeAnswer
 from gateway.api.call import Call, Gateway, open_call, read_fields, submit
-from gateway.api.conversation import ConversationFields, prepare
+from gateway.api.conversation import Conversation, ConversationFields, prepare
 from gateway.api.errors import invalid
 from gateway.api.output_body import chunk_usage, respond, usage_body
 from gateway.api.sampling import Count, NumLogprobs
@@ -50,19 +50,22 @@ async def chat_completions(gateway: Gateway, request: Request) -> Response:
     if fields.top_logprobs is not None and not fields.logprobs:
         raise invalid("top_logprobs needs logprobs = true", param="top_logprobs")
     call = open_call(gateway, request, fields)
-    conversation = await prepare(
-        gateway,
-        fields,
-        max_tokens=fields.max_tokens
-        if fields.max_completion_tokens is None
-        else fields.max_completion_tokens,
-        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
-        wants_tokens=bool(fields.return_token_ids),
-    )
+    conversation = await gateway.beside_loop(partial(_conversation, gateway, fields))
     generation = await while_connected(request, submit(gateway, call, conversation.submission))
     answers = conversation.answers(generation, id_text(call.request_id))
     writer = ChatWriter(gateway, call, fields, generation, answers)
     return await respond(gateway, request, call, generation, writer, fields)
+
+
+def _conversation(gateway: Gateway, fields: ChatRequest) -> Conversation:
+    limit = fields.max_completion_tokens
+    return prepare(
+        gateway,
+        fields,
+        max_tokens=fields.max_tokens if limit is None else limit,
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        wants_tokens=bool(fields.return_token_ids),
+    )
 
 
 class ChatWriter:

@@ -1,6 +1,7 @@
 """`POST /v1/completions`."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import orjson
@@ -19,8 +20,6 @@ from wire.ids import id_text
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
-INLINE_IDS = 1024
-"""Ids of a prompt that are checked on the event loop, within 0.1 ms."""
 _PROMPT_FORMS = "text, a list of texts, a list of token ids or a list of such lists"
 _PROMPT_SCHEMA = {
     "anyOf": [
@@ -50,13 +49,16 @@ async def completions(gateway: Gateway, request: Request) -> Response:
     fields = await read_fields(gateway, request, CompletionRequest)
     fields.check_stream()
     call = open_call(gateway, request, fields)
-    submission = await _submission(gateway, fields)
+    if not fields.is_large and _all_are(fields.prompt, int):
+        submission = _submission(gateway, fields)
+    else:
+        submission = await gateway.beside_loop(partial(_submission, gateway, fields))
     generation = await while_connected(request, submit(gateway, call, submission))
     writer = CompletionWriter(gateway, call, fields, generation)
     return await respond(gateway, request, call, generation, writer, fields)
 
 
-async def _submission(gateway: Gateway, fields: CompletionRequest) -> Submission:
+def _submission(gateway: Gateway, fields: CompletionRequest) -> Submission:
     rules = output_rules(gateway, fields)
     sampling = sampling_message(fields, gateway.upstream.model.generation_config)
     if fields.logprobs is not None:
@@ -70,7 +72,7 @@ async def _submission(gateway: Gateway, fields: CompletionRequest) -> Submission
         echoes_logprobs=fields.logprobs is not None,
         wants_tokens=fields.logprobs is not None or bool(fields.return_token_ids) or gateway.codec is None,
     )
-    _check_number(len(prompts := await _prompts(gateway, fields.prompt)), spec.num_choices)
+    _check_number(len(prompts := _prompts(gateway, fields.prompt)), spec.num_choices)
     fitted = [
         gateway.fit(ids, fields, param="prompt", max_tokens=fields.max_tokens, default=DEFAULT_MAX_TOKENS)
         for ids in prompts
@@ -94,15 +96,9 @@ def _check_number(num_prompts: int, num_choices: int) -> None:
         )
 
 
-async def _prompts(gateway: Gateway, prompt: str | list[Any]) -> Sequence[Sequence[int]]:
+def _prompts(gateway: Gateway, prompt: str | list[Any]) -> Sequence[Sequence[int]]:
     """Return token ids per prompt. Raises ApiError for other forms than OpenAI's four."""
     prompts = [prompt] if isinstance(prompt, str) else prompt
-    if len(prompts) <= INLINE_IDS and _all_are(prompts, int):
-        return _read_prompts(gateway, prompts)
-    return await gateway.beside_loop(lambda: _read_prompts(gateway, prompts))
-
-
-def _read_prompts(gateway: Gateway, prompts: list[Any]) -> Sequence[Sequence[int]]:
     if not prompts:
         raise invalid("prompt is empty", param="prompt")
     if _all_are(prompts, int):
@@ -118,7 +114,7 @@ def _read_prompts(gateway: Gateway, prompts: list[Any]) -> Sequence[Sequence[int
     return [codec.encode(text) for text in prompts]
 
 
-def _all_are(values: Sequence[Any], kind: type) -> bool:
+def _all_are(values: str | Sequence[Any], kind: type) -> bool:
     """Exactly of this type: a bool is no int."""
     return all(type(value) is kind for value in values)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -43,7 +42,6 @@ from text.chat_template import BadTemplateVariable, ConversationError, TemplateO
 from text.tokenizer import TextCodec, TokenizerError
 
 MAX_TOOLS = 1024
-NO_TOOLS = ToolSelection()
 _PROMPT_END_TOKENS = 32
 """More than the tag that opens the reasoning has."""
 
@@ -111,7 +109,7 @@ class Conversation:
         return Answers(self.rules, generation.usage, generation.num_choices, request_id)
 
 
-async def prepare(
+def prepare(
     gateway: Gateway,
     fields: ConversationFields,
     *,
@@ -119,7 +117,7 @@ async def prepare(
     logprobs: int | None = None,
     wants_tokens: bool = False,
 ) -> Conversation:
-    """Check a conversation and render its prompt.
+    """Check a conversation and render its prompt; slow work, for `Gateway.beside_loop`.
 
     Args:
         max_tokens: None for all that the context has room for.
@@ -134,8 +132,8 @@ async def prepare(
         sampling.logprobs = logprobs
     selection = read_selection(fields.tools, fields.tool_choice)
     rules = output_rules(gateway, fields, kept_special_ids=_kept_ids(gateway.parsers, codec, selection))
-    ids = await encode_messages(gateway, fields, selection)
-    answer = await gateway.beside_loop(partial(_plan_answer, gateway.parsers, codec, fields, selection, ids))
+    ids = encode_messages(gateway, fields, selection)
+    answer = _plan_answer(gateway.parsers, codec, fields, selection, ids)
     if answer.grammar is not None:
         sampling.grammar = answer.grammar
     spec = GenerationSpec(
@@ -184,16 +182,14 @@ def read_selection(
         raise invalid(str(error), param=error.param) from None
 
 
-async def encode_messages(
-    gateway: Gateway, fields: TemplateFields, selection: ToolSelection = NO_TOOLS
-) -> Sequence[int]:
-    """Return the token ids of the rendered conversation. Raises ApiError."""
+def encode_messages(gateway: Gateway, fields: TemplateFields, selection: ToolSelection) -> Sequence[int]:
+    """Return the token ids of the rendered conversation; slow work, as above. Raises ApiError."""
     codec = _require_codec(gateway, fields)
     if not fields.messages:
         name = fields.name_of("messages")
         raise invalid(f"{name} is empty, at least 1 entry is needed", param=name)
     try:
-        return await gateway.beside_loop(partial(_encode, gateway, codec, fields, selection))
+        return _encode(gateway, codec, fields, selection)
     except BadTemplateVariable as error:
         raise invalid(str(error), param="chat_template_kwargs") from None
     except (ConversationError, TokenizerError) as error:

@@ -1,5 +1,7 @@
 """`/tokenize`, `/detokenize` and `/tokenizer_info`, in vLLM's shapes."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import Field
@@ -11,7 +13,7 @@ from gateway.api.call import Gateway, json_response, read_fields
 from gateway.api.conversation import MessageFields, TemplateFields, encode_messages, read_selection
 from gateway.api.errors import invalid
 from gateway.api.sampling import TokenId
-from text.tokenizer import UnknownToken
+from text.tokenizer import TextCodec, UnknownToken
 
 
 class TokenizeRequest(RequestBody):
@@ -39,21 +41,26 @@ async def tokenize(gateway: Gateway, request: Request) -> Response:
     codec = gateway.require_codec("prompt", "send token ids")
     if (fields.prompt is None) == (fields.messages is None):
         raise invalid("one of prompt and messages is needed", param="prompt")
-    if fields.prompt is not None:
-        text, adds = fields.prompt, fields.add_special_tokens is not False
-        gateway.check_text_size((text,), param="prompt")
-        ids = await gateway.beside_loop(lambda: codec.encode(text, add_special_tokens=adds))
-    else:
-        selection = read_selection(fields.tools)
-        ids = list(await encode_messages(gateway, _template_fields(fields), selection))
+    return await gateway.beside_loop(partial(_tokenized, gateway, codec, fields))
+
+
+def _tokenized(gateway: Gateway, codec: TextCodec, fields: TokenizeRequest) -> Response:
+    ids = _encode(gateway, codec, fields)
     body: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": gateway.max_model_len,
-        "tokens": ids,
+        "tokens": list(ids),
     }
     if fields.return_token_strs:
         body["token_strs"] = [codec.piece(token_id) for token_id in ids]
     return json_response(body)
+
+
+def _encode(gateway: Gateway, codec: TextCodec, fields: TokenizeRequest) -> Sequence[int]:
+    if fields.prompt is None:
+        return encode_messages(gateway, _template_fields(fields), read_selection(fields.tools))
+    gateway.check_text_size((fields.prompt,), param="prompt")
+    return codec.encode(fields.prompt, add_special_tokens=fields.add_special_tokens is not False)
 
 
 def _template_fields(fields: TokenizeRequest) -> TemplateFields:

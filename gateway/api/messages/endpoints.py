@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -10,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.call import Gateway, json_response, open_call, read_fields, submit
-from gateway.api.conversation import encode_messages, prepare, read_selection
+from gateway.api.conversation import Conversation, encode_messages, prepare, read_selection
 from gateway.api.errors import ApiError
 from gateway.api.messages.fields import MessageRequest, PromptFields
 from gateway.api.messages.writer import MessageWriter, event
@@ -36,9 +37,8 @@ _TYPES = {
 async def create_message(gateway: Gateway, request: Request) -> Response:
     """Answer a conversation."""
     fields = await read_fields(gateway, request, MessageRequest)
-    chat = fields.chat_fields()
     call = open_call(gateway, request, fields)
-    conversation = await while_connected(request, prepare(gateway, chat, max_tokens=fields.max_tokens))
+    conversation = await while_connected(request, gateway.beside_loop(partial(_prepare, gateway, fields)))
     generation = await while_connected(request, submit(gateway, call, conversation.submission))
     answers = conversation.answers(generation, id_text(call.request_id))
     writer = MessageWriter(call, answers, generation.usage)
@@ -52,13 +52,20 @@ async def create_message(gateway: Gateway, request: Request) -> Response:
     return await respond_whole(gateway, request, call, generation, writer)
 
 
+def _prepare(gateway: Gateway, fields: MessageRequest) -> Conversation:
+    return prepare(gateway, fields.chat_fields(), max_tokens=fields.max_tokens)
+
+
 async def count_message_tokens(gateway: Gateway, request: Request) -> Response:
     """Count the tokens of a conversation."""
     fields = await read_fields(gateway, request, PromptFields)
-    chat = fields.chat_fields()
-    selection = read_selection(chat.tools, chat.tool_choice)
-    ids = await while_connected(request, encode_messages(gateway, chat, selection))
+    ids = await while_connected(request, gateway.beside_loop(partial(_encode, gateway, fields)))
     return json_response({"input_tokens": len(ids)})
+
+
+def _encode(gateway: Gateway, fields: PromptFields) -> Sequence[int]:
+    chat = fields.chat_fields()
+    return encode_messages(gateway, chat, read_selection(chat.tools, chat.tool_choice))
 
 
 def message_error(error: ApiError) -> Response:

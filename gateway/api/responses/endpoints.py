@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.call import Call, Gateway, json_response, open_call, read_fields, submit
+from gateway.api.call import Call, Gateway, Submission, json_response, open_call, read_fields, submit
 from gateway.api.conversation import (
-    Conversation,
     ConversationFields,
     encode_messages,
     prepare,
@@ -20,7 +21,15 @@ from gateway.api.conversation import (
 from gateway.api.errors import ApiError, invalid
 from gateway.api.responses.earlier import InputItems, identified_items, read_input
 from gateway.api.responses.fields import ResponseRequest, chat_messages
-from gateway.api.responses.reading import ResponseReading, as_not_found, look, new_reading, observe
+from gateway.api.responses.reading import (
+    ReadableResponse,
+    ResponseReading,
+    as_not_found,
+    look,
+    new_reading,
+    observe,
+    readable,
+)
 from gateway.api.responses.stored import ResponseId, StoredResponse, not_found, parse_response_id
 from gateway.api.responses.writer import ALL_EVENTS, NO_EVENTS, to_json
 from gateway.api.sse import EventStream, while_connected
@@ -38,19 +47,20 @@ async def create_response(gateway: Gateway, request: Request) -> Response:
     fields = await read_fields(gateway, request, ResponseRequest)
     fields.check()
     call = open_call(gateway, request, fields)
-    conversation, stored = await while_connected(request, _prepare(gateway, call, fields))
-    generation = await while_connected(request, submit(gateway, call, conversation.submission))
+    prepared = await while_connected(request, _prepare(gateway, call, fields))
+    generation = await while_connected(request, submit(gateway, call, prepared.submission))
     stream = generation.prompts[0].stream
     identity = ResponseId(call.request_id, stream.secret if fields.is_stored else "")
+    response = prepared.response
     if fields.background:
         # No reader: one that reads too slowly would be the end of the response.
-        reading = new_reading(gateway, str(identity), stream, stored)
+        reading = new_reading(gateway, str(identity), stream, response)
         stream.detach()
         if fields.stream:
             return await _events(gateway, identity, headers=call.headers())
         return _body(reading, call.headers())
     after = ALL_EVENTS if fields.stream else NO_EVENTS
-    reading = new_reading(gateway, str(identity), stream, stored, after=after, span=call.span)
+    reading = new_reading(gateway, str(identity), stream, response, after=after, span=call.span)
     if fields.stream:
         return EventStream(reading.events(), close=stream.cancel, headers=call.headers())
     try:
@@ -71,8 +81,13 @@ async def count_input_tokens(gateway: Gateway, request: Request) -> Response:
 
 
 async def _count_tokens(gateway: Gateway, fields: ResponseRequest) -> int:
-    chat = await _conversation(gateway, fields, await read_input(gateway, fields))
-    return len(await encode_messages(gateway, chat, read_selection(chat.tools, chat.tool_choice)))
+    given = await read_input(gateway, fields)
+    return len(await gateway.beside_loop(partial(_encode, gateway, fields, given)))
+
+
+def _encode(gateway: Gateway, fields: ResponseRequest, given: InputItems) -> Sequence[int]:
+    chat = _conversation(fields, given)
+    return encode_messages(gateway, chat, read_selection(chat.tools, chat.tool_choice))
 
 
 async def retrieve_response(gateway: Gateway, request: Request) -> Response:
@@ -124,9 +139,13 @@ async def delete_response(gateway: Gateway, request: Request) -> Response:
 
 async def list_input_items(gateway: Gateway, request: Request) -> Response:
     """List the items of a response's input."""
-    identity, query = parse_response_id(request.path_params["response_id"]), request.query_params
+    identity = parse_response_id(request.path_params["response_id"])
     reading = await observe(gateway, identity, after=NO_EVENTS)
     reading.stream.detach()
+    return await gateway.beside_loop(partial(_listed, reading, request.query_params))
+
+
+def _listed(reading: ResponseReading, query: QueryParams) -> Response:
     if (items := identified_items(reading)) is None:
         raise not_found()
     if _one_of(query.get("order"), "order", "desc", "asc") == "desc":
@@ -143,19 +162,25 @@ async def list_input_items(gateway: Gateway, request: Request) -> Response:
     return Response(to_json(listed), media_type="application/json")
 
 
-async def _prepare(
-    gateway: Gateway, call: Call, fields: ResponseRequest
-) -> tuple[Conversation, StoredResponse]:
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    submission: Submission
+    response: ReadableResponse
+
+
+async def _prepare(gateway: Gateway, call: Call, fields: ResponseRequest) -> _Prepared:
     """Render the conversation, and write down what the response is written from. Raises ApiError."""
     given = await read_input(gateway, fields)
-    chat = await _conversation(gateway, fields, given)
-    conversation = await prepare(
+    return await gateway.beside_loop(partial(_prepared, gateway, call, fields, given))
+
+
+def _prepared(gateway: Gateway, call: Call, fields: ResponseRequest, given: InputItems) -> _Prepared:
+    submission = prepare(
         gateway,
-        chat,
+        _conversation(fields, given),
         max_tokens=fields.max_output_tokens,
         logprobs=fields.top_logprobs or 0 if fields.wants_logprobs else None,
-    )
-    submission = conversation.submission
+    ).submission
     [(prompt, _)] = submission.prompts
     stored = StoredResponse(
         created=call.created,
@@ -166,9 +191,9 @@ async def _prepare(
         request=fields.model_copy(update={"input": given.items}),
     )
     if fields.is_stored:
-        state = await gateway.beside_loop(stored.encode)
-        submission = replace(submission, client_state=state, keep_s=gateway.config.response_keep_s)
-    return replace(conversation, submission=submission), stored
+        keep_s = gateway.config.response_keep_s
+        submission = replace(submission, client_state=stored.encode(), keep_s=keep_s)
+    return _Prepared(submission, readable(gateway, stored))
 
 
 async def _events(
@@ -187,11 +212,9 @@ async def _events(
     return EventStream(reading.events(), close=leave, headers=headers)
 
 
-async def _conversation(gateway: Gateway, fields: ResponseRequest, given: InputItems) -> ConversationFields:
+def _conversation(fields: ResponseRequest, given: InputItems) -> ConversationFields:
     """Return the conversation of a request. Raises ApiError."""
-    return await gateway.beside_loop(
-        lambda: fields.chat_fields(chat_messages(fields.instructions, given.items, first=given.num_earlier))
-    )
+    return fields.chat_fields(chat_messages(fields.instructions, given.items, first=given.num_earlier))
 
 
 def _body(reading: ResponseReading, headers: Mapping[str, str] | None = None) -> Response:

@@ -121,27 +121,46 @@ async def observe(gateway: Gateway, identity: ResponseId, *, after: int = ALL_EV
         )
     except UpstreamFailure as failure:
         raise as_not_found(failure) from None
+
+    def read() -> ResponseReading:
+        known = readable(gateway, decode_stored(stream.client_state))
+        return new_reading(gateway, str(identity), stream, known, after=after)
+
     try:
-        stored = decode_stored(stream.client_state)
-        return new_reading(gateway, str(identity), stream, stored, after=after)
-    except (ApiError, ValueError):  # what a client of the coordinator wrote, which no gateway has checked
+        return await gateway.beside_loop(read)
+    except BaseException as error:
         stream.detach()
-        raise not_found() from None
+        if isinstance(error, ApiError | ValueError):  # no gateway has checked what a client of gRPC wrote
+            raise not_found() from None
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class ReadableResponse:
+    """A response that is stored, or will be, and how its tokens are read."""
+
+    stored: StoredResponse
+    rules: ResponseRules
+
+
+def readable(gateway: Gateway, stored: StoredResponse) -> ReadableResponse:
+    """Slow work, for `Gateway.beside_loop`. Raises ApiError."""
+    rules = read_rules(gateway, stored.request.chat_fields(()), stored.prompt_tail)
+    return ReadableResponse(stored, ResponseRules(*rules))
 
 
 def new_reading(
     gateway: Gateway,
     identity: str,
     stream: TokenStream,
-    stored: StoredResponse,
+    response: ReadableResponse,
     *,
     after: int = ALL_EVENTS,
     span: RequestSpan | None = None,
 ) -> ResponseReading:
     """Return a reader; `span` belongs to the request that created the response."""
-    rules = ResponseRules(*read_rules(gateway, stored.request.chat_fields(()), stored.prompt_tail))
-    writer = ResponseWriter(identity, stored, rules, gateway.logprobs, after=after)
-    return ResponseReading(gateway, stream, stored, writer, span)
+    writer = ResponseWriter(identity, response.stored, response.rules, gateway.logprobs, after=after)
+    return ResponseReading(gateway, stream, response.stored, writer, span)
 
 
 async def look(gateway: Gateway, identity: ResponseId) -> ResponseReading:
