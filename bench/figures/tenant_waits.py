@@ -34,6 +34,7 @@ ALLOWED_RATIO, ALLOWED_S = 2.0, 0.2
 """The goal: at most twice the wait of a quiet system, and 0.2 s more."""
 START_TIMEOUT_S = 120.0
 SHARE = 0.9
+"""Of the requests, for the percentile beside the longest wait."""
 WARM_UP_S = 2.0
 
 Probe = Callable[[], Awaitable[None]]
@@ -147,16 +148,17 @@ def _figure(attack: str, probe: str, quiet_s: list[float], attacked_s: list[floa
     usual_s = statistics.median(quiet_s)
     return Figure(
         name=f"wait of a {probe} while another tenant floods with {attack} : twice the usual wait + 0.2 s",
-        measured=percentile(attacked_s, SHARE),
+        measured=max(attacked_s),
         bound=ALLOWED_RATIO * usual_s + ALLOWED_S,
         unit="s",
         better=Better.LOWER,
         target=1.0,
-        how=f"90th percentile of one request after the other beside {CONNECTIONS} connections",
+        how=f"longest of {len(attacked_s)} requests, one after the other, beside {CONNECTIONS} connections",
         details={
             "usual_s": usual_s,
             "median_s": statistics.median(attacked_s),
-            "most_s": max(attacked_s),
+            "percentile_s": percentile(attacked_s, SHARE),
+            "most_quiet_s": max(quiet_s),
             "times_the_usual": statistics.median(attacked_s) / usual_s,
         },
     )
