@@ -106,14 +106,9 @@ class CallContexts:
     ) -> CallContext:
         """Caller of a request on a stream of many, which names its tenant, or its `client` where it has none.
 
-        Raises AccessDenied for a tenant that the stream may not act for, and InvalidRequest.
+        Raises AccessDenied for a tenant that the stream may not act for.
         """
         tenant = tenant_of(stream.identity, submit.tenant)
-        if len(submit.client) > MAX_CLIENT_CHARACTERS:
-            raise InvalidRequest(
-                f"client has {len(submit.client)} characters, the limit is {MAX_CLIENT_CHARACTERS}",
-                field="client",
-            )
         return replace(
             stream,
             tenant=tenant,
@@ -127,6 +122,14 @@ class CallContexts:
         if self._client_key is None:
             return None
         return next((str(value) for key, value in metadata or () if key == self._client_key), None)
+
+
+def check_client(client: str) -> None:
+    """Raise InvalidRequest for a name of a client that is too long."""
+    if len(client) > MAX_CLIENT_CHARACTERS:
+        raise InvalidRequest(
+            f"client has {len(client)} characters, the limit is {MAX_CLIENT_CHARACTERS}", field="client"
+        )
 
 
 def _operator(identity: Identity | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from coordinator.api.call_context import CallContext, CallContexts, SecretCheck
+from coordinator.api.call_context import CallContext, CallContexts, SecretCheck, check_client
 from coordinator.api.output_codec import (
     decode_positions,
     decode_request_id,
@@ -145,11 +145,9 @@ class ServeStream:
         """Execute one command; an error of it is in the next message. Raises InvalidRequest without one."""
         match command.WhichOneof("command"):
             case "submit":
-                self._begin(
-                    command.submit, self._submit, owner=command.submit.tenant or command.submit.client
-                )
+                self._begin(command.submit, self._submit)
             case "attach":
-                self._begin(command.attach, self._attach, owner=command.attach.tenant)
+                self._begin(command.attach, self._attach)
             case "cancel":
                 self._try(self._cancel, command.cancel)
             case "stop":
@@ -175,14 +173,15 @@ class ServeStream:
         except ServingError as error:
             self.batch.reject(message.number, error)
 
-    def _begin(self, message: Any, run: Callable[[Any], None], *, owner: str) -> None:
+    def _begin(self, message: Any, run: Callable[[Any], None]) -> None:
         """Run a command that takes a new number; its failure ends the number."""
         try:
-            self.batch.reserve(message.number, message.credit, owner=owner)
+            self.batch.reserve(message.number, message.credit, owner=message.tenant or message.client)
         except (InvalidRequest, Overloaded) as error:
             self.batch.reject(message.number, error)
             return
         try:
+            check_client(message.client)
             run(message)
         except Exception as error:
             self._fail(message.number, error)

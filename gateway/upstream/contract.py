@@ -172,10 +172,10 @@ class Upstream(Protocol):
     ) -> TokenStream:
         """Return once the request is accepted. Raises UpstreamFailure."""
 
-    async def observe(self, request_id: str, secret: str, *, tenant: str) -> TokenStream:
+    async def observe(self, request_id: str, secret: str, *, owner: RequestOwner) -> TokenStream:
         """Read a request from its first token, beside other readers. Raises UpstreamFailure.
 
-        It has one choice, and no log-probabilities of its prompt.
+        It has one choice, and no log-probabilities of its prompt. Its tokens count only when submitted.
         """
 
     async def cancel(self, request_id: str, secret: str, *, tenant: str) -> None:

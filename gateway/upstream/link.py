@@ -246,14 +246,14 @@ class CoordinatorLink:
             )
         )
 
-    async def observe(self, request_id: str, secret: str, *, tenant: str = "") -> RequestStream:
+    async def observe(self, request_id: str, secret: str, *, owner: RequestOwner = NO_OWNER) -> RequestStream:
         """Read a request of one choice from its first token, beside other readers. Raises UpstreamFailure."""
         return await self._open(
             NumberedRequest(
                 request_id,
                 secret,
                 credit=self._policy.credit,
-                owner=RequestOwner(tenant=tenant),
+                owner=RequestOwner(tenant=owner.tenant, client=owner.client),
             )
         )
 

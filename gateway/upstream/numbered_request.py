@@ -96,6 +96,7 @@ class NumberedRequest:
             credit=credit,
             attach_secret=self.secret,
             tenant=self._owner.tenant,
+            client=self._owner.client,
         )
         self._set_timeout(attach)
         return inference_pb2.ServeRequest(attach=attach)

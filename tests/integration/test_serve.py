@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from coordinator.engine import output_batch
 from stageline_rpc.v1 import inference_pb2
 from tests.hostile_messages import HOSTILE, inside
 from tests.integration.calls import LENGTH, SECRET, STOP, Caller, StatusCode, again, message, until
@@ -468,6 +469,23 @@ async def test_a_long_name_of_a_client_is_refused() -> None:
         assert refused.failure is not None
         assert refused.failure.message == "client has 257 characters, the limit is 256"
         assert refused.failure.field == "client"
+
+
+async def test_readers_of_a_client_take_its_own_part_of_a_streams_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output_batch, "MAX_NUMBERS", 2)
+    async with mock_cluster(1) as cluster, Gateway(cluster.address) as gateway:
+        request = await gateway.submit(message(PROMPT, 2000), client="flood")
+        await gateway.until(lambda: request.is_accepted)
+        for client, failures in (("flood", []), ("quiet", []), ("flood", ["OVERLOADED"])):
+            reader = await gateway.attach(Numbered(request.request_id), observe=True, client=client)
+            await gateway.until(lambda reader=reader: reader.is_accepted or reader.rejections)
+            assert [rejection.reason for rejection in reader.rejections] == failures
+        long = await gateway.attach(Numbered(request.request_id), observe=True, client="a" * 257)
+        await gateway.until(lambda: long.is_ended)
+        assert long.failure is not None
+        assert long.failure.field == "client"
 
 
 async def test_the_coordinators_end_fails_requests_and_streams() -> None:

@@ -117,7 +117,7 @@ async def observe(gateway: Gateway, identity: ResponseId, *, after: int = ALL_EV
     """Begin to read a response that this or another gateway submitted. Raises ApiError, UpstreamFailure."""
     try:
         stream = await gateway.upstream.observe(
-            identity.request, identity.secret, tenant=gateway.visitor.tenant
+            identity.request, identity.secret, owner=gateway.visitor.owner
         )
     except UpstreamFailure as failure:
         raise as_not_found(failure) from None

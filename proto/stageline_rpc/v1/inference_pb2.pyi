@@ -928,11 +928,14 @@ class AttachNumber(_message.Message):
     ATTACH_SECRET_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     credit: _builtins.int
     attach_secret: _builtins.str
     tenant: _builtins.str
     """As in Submit."""
+    client: _builtins.str
+    """As in Submit: the client that reads, whose share of the stream's numbers this one takes."""
     @_builtins.property
     def request(self) -> Global___AttachRequest: ...
     @_builtins.property
@@ -948,10 +951,11 @@ class AttachNumber(_message.Message):
         attach_secret: _builtins.str = ...,
         timeout: _duration_pb2.Duration | None = ...,
         tenant: _builtins.str = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_secret", b"attach_secret", "credit", b"credit", "number", b"number", "request", b"request", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_secret", b"attach_secret", "client", b"client", "credit", b"credit", "number", b"number", "request", b"request", "tenant", b"tenant", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

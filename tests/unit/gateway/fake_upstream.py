@@ -209,7 +209,7 @@ class FakeUpstream:
         self.streams.append(stream)
         return stream
 
-    async def observe(self, request_id: str, secret: str, *, tenant: str) -> FakeStream:
+    async def observe(self, request_id: str, secret: str, *, owner: RequestOwner) -> FakeStream:
         """All there is in one portion; if `progress` is set, the first tokens, and the others later."""
         origin = self._find(request_id, secret)
         observer = FakeStream(
