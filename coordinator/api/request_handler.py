@@ -27,7 +27,7 @@ from coordinator.api.request_parser import (
 )
 from coordinator.api.tenants import NO_PUBLIC_PREFIXES, PublicPrefixes, tenant_salt
 from coordinator.cluster.controller import Controller
-from coordinator.engine.durability import restore
+from coordinator.engine.durability import RequestEnd, restore
 from coordinator.engine.engine import Engine
 from coordinator.engine.output_stream import OpenStream, OutputStream
 from coordinator.engine.request import Request
@@ -129,6 +129,16 @@ _Result = TypeVar("_Result")
 
 TEXT_THREADS, TEXTS_PER_CLIENT = 3, 2
 """Texts tokenized concurrently; the admission queue bounds the waiting ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recreated:
+    """A request of a former coordinator; `arrived_s` and `ended` are in time of the engine's clock."""
+
+    accepted: AcceptedRequest
+    request: Request
+    ended: RequestEnd | None
+    arrived_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +293,15 @@ class RequestHandler:
         return request, resolved
 
     def resume(self, journalled: list[JournalledRequest]) -> int:
-        """Restore a former coordinator's requests, before new ones; return the number of live ones."""
-        return sum(self._restore(request) for request in journalled)
+        """Restore a former coordinator's requests, before new ones; return the number of live ones.
+
+        Of two requests with one name of a tenant, the first had ended before the tenant used the name again.
+        """
+        recreated = [found for record in journalled if (found := self._recreated(record)) is not None]
+        last = {(found.request.tenant, found.request.name): found for found in recreated}
+        for found in last.values():
+            self._restore(found)
+        return sum(found.ended is None for found in last.values())
 
     def close(self) -> None:
         """End the tokenizer's threads once they are idle."""
@@ -305,7 +322,7 @@ class RequestHandler:
             )
             raise
 
-    def _restore(self, journalled: JournalledRequest) -> bool:
+    def _recreated(self, journalled: JournalledRequest) -> _Recreated | None:
         durability, now_s = self._engine.durability, self._engine.now_s()
         assert durability.journal is not None, "it has the requests"
         ahead_s = now_s - durability.journal.clock.now_at()
@@ -323,17 +340,20 @@ class RequestHandler:
                 *(id_text(accepted.request_id), error),
                 extra=log_context(request_id=accepted.request_id),
             )
-            return False
+            return None
         if accepted.deadline_at is not None:
             request.deadline_s = accepted.deadline_at + ahead_s
-        if ended is None:
-            request.trace = self._traces.resumed(
-                accepted.traceparent, accepted.caller_traceparent, accepted.arrived_at + ahead_s
-            )
         if request.keep_s is None:
             request.reattach_until_s = now_s + durability.reattach_timeout_s
-        self._engine.restore(request, ended=ended and ended.shifted(ahead_s))
-        return ended is None
+        return _Recreated(accepted, request, ended and ended.shifted(ahead_s), accepted.arrived_at + ahead_s)
+
+    def _restore(self, recreated: _Recreated) -> None:
+        accepted, request = recreated.accepted, recreated.request
+        if recreated.ended is None:
+            request.trace = self._traces.resumed(
+                accepted.traceparent, accepted.caller_traceparent, recreated.arrived_s
+            )
+        self._engine.restore(request, ended=recreated.ended)
 
     def _place(self, priority: Priority, arrived_s: float, arrival: int, choice: int) -> QueueOrder:
         return queue_order(

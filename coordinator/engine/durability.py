@@ -70,12 +70,33 @@ def _owner(request: Request) -> _Owner:
     return request.tenant, request.name
 
 
-@dataclass(frozen=True, slots=True)
-class _Retained:
-    """A finished request that stays in the journal until `until_at`."""
+class _Records:
+    """Requests in the journal, one of each owner.
 
-    owner: _Owner
-    until_at: float
+    A record may outlive its request until the journal is swept, while the owner uses the name again.
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[_Owner, RequestId] = {}
+        self._owners: dict[RequestId, _Owner] = {}
+
+    def id_of(self, owner: _Owner) -> RequestId | None:
+        return self._ids.get(owner)
+
+    def owner_of(self, request_id: RequestId) -> _Owner | None:
+        return self._owners.get(request_id)
+
+    def add(self, request: Request) -> None:
+        """Instead of the one with its id, and the one of its owner."""
+        owner = _owner(request)
+        for former in (request.id, self._ids.get(owner)):
+            if former is not None:
+                self.remove(former)
+        self._ids[owner], self._owners[request.id] = request.id, owner
+
+    def remove(self, request_id: RequestId) -> None:
+        if (owner := self._owners.pop(request_id, None)) is not None:
+            del self._ids[owner]
 
 
 SUSPENDED = "the coordinator is stopping; the request continues after its restart"
@@ -102,8 +123,9 @@ class Durability:
         self.on_change: Callable[[], None] = lambda: None
         """Called when `failure` is set or cleared."""
         self._writer = None if journal is None else JournalWriter(journal, lambda: self.on_change(), policy)
-        self._retained: dict[RequestId, _Retained] = {}
-        self._retained_ids: dict[_Owner, RequestId] = {}
+        self._records = _Records()
+        self._retained: dict[RequestId, float] = {}
+        """Times until which finished requests stay in the journal."""
         self._num_steps = 0
 
     @property
@@ -131,22 +153,27 @@ class Durability:
 
     def retains_for_another(self, request_id: RequestId, tenant: str) -> bool:
         """Whether a finished request of another tenant with this id may be attached to after a restart."""
-        retained = self._retained.get(request_id)
-        return retained is not None and retained.owner[0] != tenant
+        owner = self._records.owner_of(request_id) if request_id in self._retained else None
+        return owner is not None and owner[0] != tenant
+
+    def restored(self, request: Request) -> None:
+        """The journal has this request of a former coordinator."""
+        self._records.add(request)
 
     def accept(self, request: Request, accepted: AcceptedRequest | None) -> None:
         """Journal a request before it is accepted. Raises JournalUnavailable if the write fails.
 
-        It replaces a finished one to which its tenant gave the same name.
+        It replaces one that has ended, to which its tenant gave the same name.
         """
         self.check()
         journal, writer = self.journal, self._writer
         if journal is not None and writer is not None and accepted is not None:
-            former = self._retained_ids.get(_owner(request))
+            former = self._records.id_of(_owner(request))
             writer.try_write(lambda: journal.accept(accepted, replaces=former))
             self.check()
             if former is not None:
-                self._release(former)
+                self._retained.pop(former, None)
+            self._records.add(request)
 
     def set_deadline(self, request: Request, deadline_s: float | None, *, now_s: float) -> None:
         """Journal a new deadline, given on the clock of `now_s`; None means no deadline."""
@@ -185,14 +212,12 @@ class Durability:
             return
         if request.error is None:
             if request.keep_s is None:
-                until_at = journal.clock.now_at() + self.reattach_timeout_s
-                self._retained[request.id] = _Retained(_owner(request), until_at)
-                self._retained_ids[_owner(request)] = request.id
+                self._retained[request.id] = journal.clock.now_at() + self.reattach_timeout_s
         elif request.is_kept:
             end = End(journal.clock.now_at(), type(request.error).__name__, str(request.error))
             self._write(("end", request.id), lambda: journal.end(request.id, end))
         else:
-            writer.try_write(lambda: journal.forget([request.id]))  # `sweep` tries again
+            self._forget(request, journal)
 
     def begin_epoch(self, epoch: int) -> None:
         """Journal the epoch number: a restarted coordinator starts with a higher one."""
@@ -230,23 +255,26 @@ class Durability:
 
     def _prune(self, journal: Journal, registry: RequestRegistry) -> None:
         now_at = journal.clock.now_at()
-        for request_id in [each for each, retained in self._retained.items() if retained.until_at <= now_at]:
-            self._release(request_id)
-        journal.forget(
-            [
-                request_id
-                for request_id in journal.ids
-                if request_id not in self._retained and not registry.has(request_id)
-            ]
-        )
+        for request_id in [each for each, until_at in self._retained.items() if until_at <= now_at]:
+            del self._retained[request_id]
+        gone = [
+            request_id
+            for request_id in journal.ids
+            if request_id not in self._retained and not registry.has(request_id)
+        ]
+        journal.forget(gone)
+        for request_id in gone:
+            self._records.remove(request_id)
         due_ids = filter(registry.has, journal.due_to_compact())
         due = [registry.find(request_id) for request_id in due_ids]
         if due:
             journal.compact([(request.id, progress_of(request, now_at)) for request in due])
         journal.trim()
 
-    def _release(self, request_id: RequestId) -> None:
-        del self._retained_ids[self._retained.pop(request_id).owner]
+    def _forget(self, request: Request, journal: Journal) -> None:
+        """Remove a request from the journal; `sweep` tries again."""
+        if self._writer is not None and self._writer.try_write(lambda: journal.forget([request.id])):
+            self._records.remove(request.id)
 
     def _journal_of(self, request: Request) -> Journal | None:
         return self.journal if self.journal is not None and self.journal.has(request.id) else None

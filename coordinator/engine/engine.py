@@ -256,6 +256,7 @@ class Engine:
         """
         request.accepted_s = request.detached_s = self._clock()
         self._registry.add(request)
+        self._durability.restored(request)
         if ended is not None:
             request.end(ended.at_s, ended.error)
             self._registry.end(request)

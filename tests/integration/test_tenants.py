@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import threading
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 from httpx2 import AsyncClient, AsyncHTTPTransport, Response
 
 from certificates.identity import Role
+from coordinator.engine.durability import Durability
+from coordinator.journal.journal import Journal
 from gateway.config import GatewayConfig
 from gateway.server import GatewayServer
 from stageline.client.client import Client
@@ -169,6 +172,39 @@ async def test_a_finished_request_is_found_after_a_restart_though_another_tenant
             again = await gateway.attach(Numbered(request.request_id), tenant=tenant)
             await gateway.until(lambda again=again: again.is_ended)
             assert (again.failure, again.tokens[0]) == (None, tokens), tenant
+
+
+@pytest.mark.parametrize("replaces", [True, False], ids=["replaced", "both in the journal"])
+async def test_a_restart_continues_the_last_request_of_a_name_that_was_cancelled_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool
+) -> None:
+    """Another tenant has the name as an id, so the tenant's two requests have other ids than their name."""
+    first, accept = message(PROMPT[:4], 4000, keep_s=60.0), Journal.accept
+    if not replaces:
+        monkeypatch.setattr(Journal, "accept", lambda journal, accepted, replaces: accept(journal, accepted))
+    monkeypatch.setattr(Durability, "sweep", lambda durability, registry: None)
+    async with (
+        mock_cluster(1, "step=5ms", journal=tmp_path / "j.db") as cluster,
+        Gateway(cluster.address) as gateway,
+    ):
+        for tenant, begin in (("ann", 0), ("bob", 4), ("bob", 8)):
+            request = message(PROMPT[begin : begin + 4], 4000, keep_s=60.0)
+            request.request_id = first.request_id
+            numbered = await gateway.submit(request, tenant=tenant)
+            await gateway.until(lambda numbered=numbered: len(numbered.tokens[0]) >= 3)
+            if begin == 4:  # cancelled, then dropped
+                for _ in range(2):
+                    outcome = await cancel_outcome(cluster.address, first.request_id, tenant)
+                    assert outcome is grpc.StatusCode.OK
+        journal = crashed(tmp_path / "j.db", tmp_path / "after")
+        with closing(sqlite3.connect(crashed(journal, tmp_path / "counted"))) as rows:
+            assert rows.execute("SELECT count(*) FROM requests").fetchone() == (2 if replaces else 3,)
+    monkeypatch.undo()
+    async with mock_cluster(1, journal=journal) as second, Gateway(second.address) as gateway:
+        assert len(second.server.engine.live_requests) == 2
+        last = await gateway.attach(Numbered(first.request_id), tenant="bob")
+        await gateway.until(lambda: len(last.tokens[0]) >= 3)
+        assert last.tokens[0][:3] == list(mock_tokens(PROMPT[8:12], 3, vocab_size=VOCAB_SIZE))
 
 
 async def test_the_certificate_of_a_client_is_its_tenant(tmp_path: Path) -> None:
