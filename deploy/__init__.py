@@ -3,8 +3,11 @@
 What this package exports is loaded when it is first used: most commands start no process.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from wire.exit_codes import with_log
 
 if TYPE_CHECKING:
     from deploy.local import LocalCluster
@@ -27,7 +30,14 @@ else:  # hidden from type checkers, which would take every name for one of ours
 
 
 class ClusterFailed(Exception):
-    """The cluster did not start, or lost a process; the message names it, with its last log lines."""
+    """The cluster did not start, or lost a process; the message names it, `log_lines` end its log."""
+
+    def __init__(self, message: str, *, log_lines: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.message, self.log_lines = message, log_lines
+
+    def __str__(self) -> str:
+        return with_log(self.message, self.log_lines)
 
 
 __all__ = ["ClusterFailed", "LocalCluster", "LocalClusterConfig", "LocalProcess", "LocalRun"]

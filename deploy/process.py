@@ -15,7 +15,7 @@ from deploy import ClusterFailed, parent_death_signal
 from gateway.config import GatewayConfig
 from stage_worker.config import WorkerConfig
 from telemetry.service_manager import VARIABLES
-from wire.exit_codes import LOG_LINE, ExitCode
+from wire.exit_codes import ExitCode
 from wire.flags import variables_of
 
 MAX_RESTARTS = 5
@@ -162,7 +162,7 @@ class LocalProcess:
             error = last_lines[-1].removeprefix(_PROGRAM)
             return ClusterFailed(f"{self.name} (pid {self.pid}) ended: {how}, {error}; its log is {self.log}")
         ended = f"{self.name} (pid {self.pid}) ended: {how}; end of log {self.log}:"
-        return ClusterFailed(LOG_LINE.join([ended, *(last_lines or ["(nothing logged)"])]))
+        return ClusterFailed(ended, log_lines=last_lines or ["(nothing logged)"])
 
     def dashboard_url(self) -> str | None:
         """From the line `dashboard http://...`, which is printed before the process listens."""

@@ -1,5 +1,6 @@
 """Exit codes of commands and processes, and their last line on standard error. Imports nothing slow."""
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 from wire.foreign_text import printable_line
@@ -20,16 +21,16 @@ class ExitCode(IntEnum):
     """Ctrl-C"""
 
 
-LOG_LINE = "\n  | "
-"""Begins each line of a log at the end of an error's text."""
-
-
-def error_line(reason: str, text: str) -> str:
+def error_line(reason: str, text: str, log_lines: Iterable[str] = ()) -> str:
     """Format the last stderr line of a failed command or process: `stageline: error[REASON]: text`.
 
-    `text` may have names of files, checkpoints and servers, which are escaped, and is cut. Lines of a log
-    that it ends with stay lines, see `LOG_LINE`.
+    `text` may have names of files, checkpoints and servers, which are escaped, and is cut, as are the lines
+    of a log that follow.
     """
-    problem, *log_lines = text.split(LOG_LINE)
-    lines = [f"stageline: error[{reason}]: {printable_line(problem)}", *map(printable_line, log_lines)]
-    return LOG_LINE.join(lines)
+    line = f"stageline: error[{reason}]: {printable_line(text)}"
+    return with_log(line, map(printable_line, log_lines))
+
+
+def with_log(text: str, log_lines: Iterable[str]) -> str:
+    """Append the end of a log."""
+    return "\n  | ".join([text, *log_lines])

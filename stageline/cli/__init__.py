@@ -113,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.Abort:
         return ExitCode.INTERRUPTED
     except (StagelineError, CommandFailed, ClusterFailed, OSError) as error:
-        report(_with_hint(error), reason=_reason(error))
+        log_lines = error.log_lines if isinstance(error, CommandFailed | ClusterFailed) else ()
+        report(_with_hint(error), reason=_reason(error), log_lines=log_lines)
         return ExitCode.FAILED
 
 
@@ -122,6 +123,8 @@ def _reason(error: Exception) -> str:
 
 
 def _with_hint(error: Exception) -> str:
+    if isinstance(error, ClusterFailed):
+        return error.message
     if isinstance(error, Overloaded) and error.retry_after_s is not None:
         return f"{error}; try again in {error.retry_after_s:g} s"
     if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename:

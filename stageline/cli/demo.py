@@ -15,7 +15,6 @@ from stageline.cli.up import ANY_PORT, GATEWAY_TIMEOUT_S, SET_BY_CLUSTER, check_
 from stageline.client.client import Client
 from stageline.client.errors import StagelineError
 from stageline.gateway_client import open_gateway_client
-from wire.exit_codes import LOG_LINE
 
 PROMPT = "Once upon a time"
 
@@ -80,6 +79,8 @@ async def _complete(cluster: LocalCluster) -> Report:
             outputs = client.generate(PROMPT, max_tokens=_MAX_TOKENS, timeout_s=_GENERATE_TIMEOUT_S)
             return await show_stream(outputs, live(as_token_ids=False))
     except StagelineError as error:
-        problem = f"{error}; the coordinator's log ends with"
-        text = LOG_LINE.join([problem, *cluster.coordinator.last_lines()])
-        raise CommandFailed(text, reason=error.reason) from error
+        raise CommandFailed(
+            f"{error}; the coordinator's log ends with",
+            reason=error.reason,
+            log_lines=cluster.coordinator.last_lines(),
+        ) from error

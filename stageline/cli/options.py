@@ -27,16 +27,16 @@ USAGE = "USAGE"
 
 
 class CommandFailed(Exception):
-    """An expected failure; its text is one line for the user, `reason` its code."""
+    """An expected failure; its text is one line for the user, `reason` its code, `log_lines` follow."""
 
-    def __init__(self, message: str, *, reason: str) -> None:
+    def __init__(self, message: str, *, reason: str, log_lines: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason, self.log_lines = reason, log_lines
 
 
-def report(message: str, *, reason: str) -> None:
+def report(message: str, *, reason: str, log_lines: Sequence[str] = ()) -> None:
     """Write `stageline: error[REASON]: ...` to standard error."""
-    print(error_line(reason, message), file=sys.stderr, flush=True)
+    print(error_line(reason, message, log_lines), file=sys.stderr, flush=True)
 
 
 _Command: TypeAlias = Callable[..., int]

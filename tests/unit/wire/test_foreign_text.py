@@ -34,6 +34,15 @@ def test_the_error_line_and_an_error_of_a_call_show_names_of_others_so() -> None
     assert text.startswith("model \\x1b[2Jname") and len(text) < 2100
 
 
+def test_the_error_line_has_lines_of_a_log_and_none_that_a_text_imitates() -> None:
+    line = error_line("FAILED", "model a\n  | b", ["first\x1b[2J", "last"])
+    assert line.splitlines() == [
+        "stageline: error[FAILED]: model a\\n  | b",
+        "  | first\\x1b[2J",
+        "  | last",
+    ]
+
+
 @pytest.mark.parametrize(("text", "number"), [("0", 0), ("7", 7), ("007", 7), ("255", 255)])
 def test_digits_are_a_number_up_to_the_limit(text: str, number: int) -> None:
     assert parse_digits(text, limit=255) == number
