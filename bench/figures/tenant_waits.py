@@ -27,7 +27,11 @@ from web.api_keys import changed_keys, new_key
 from wire.channels import TENANT_KEY
 from wire.transport import PLAIN
 
-ATTACKS = ("one schema", "schemas", "texts", "texts by gRPC", "conversations", "kept responses")
+ATTACKS = (
+    *("one schema", "schemas", "patterns"),
+    *("texts", "texts by gRPC", "token texts", "conversations"),
+    *("prompts", "outputs", "kept responses"),
+)
 CONNECTIONS = 24
 QUIET, FLOOD = "quiet", "flood"
 ALLOWED_RATIO, ALLOWED_S = 2.0, 0.2

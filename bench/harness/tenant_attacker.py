@@ -28,6 +28,8 @@ NUM_PROPERTIES = 3000
 TEXT = "once upon a time there was a small bird and it sang in the rain. " * 1200
 """80 KB: as much as a gateway tokenizes of a text that a model of 2,048 tokens has no room for."""
 NUM_MESSAGES = 1000
+PROMPT_TOKENS = NEW_TOKENS = 1900
+WORDS = ("bird", "rain", "sang", "small", "time", "upon")
 
 Send = Callable[[int], Awaitable[None]]
 
@@ -55,9 +57,23 @@ def body_of(attack: str, number: int) -> tuple[str, dict[str, Any]]:
         case "conversations":
             message = {"role": "user", "content": f"hello {number}"}
             return "/v1/chat/completions", {"messages": [message] * NUM_MESSAGES, "max_tokens": 1}
+        case "prompts":
+            return "/v1/completions", {"prompt": _prompt(number), "max_tokens": 1}
+        case "outputs":
+            more = {"max_tokens": NEW_TOKENS, "n": 8, "ignore_eos": True}
+            return "/v1/completions", {"prompt": [3 + number % 1000], **more}
+        case "patterns":
+            pattern = f"({'|'.join(WORDS)}|{number}| ?[a-z]*){{200,400}}"
+            return "/v1/completions", {"prompt": [3], "max_tokens": 300, "guided_regex": pattern, "n": 4}
+        case "token texts":
+            return "/tokenize", {"prompt": f"{number} {TEXT}", "return_token_strs": True}
         case "kept responses":
             return "/v1/responses", {"input": "hello", "max_output_tokens": 16, "store": True}
     raise ValueError(f"attack {attack!r}")
+
+
+def _prompt(number: int) -> list[int]:
+    return [3 + (number + index * index) % 1000 for index in range(PROMPT_TOKENS)]
 
 
 async def _run(attack: str, num_connections: int, gateway: str, coordinator: str, key: str) -> None:

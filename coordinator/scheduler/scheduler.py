@@ -7,7 +7,8 @@ A step takes decodes first, then prompt chunks up to the token budget:
 * Chunks of a prompt follow each other without waiting for results. The next prompt is admitted only after
   the last chunk of the previous one, so two partly admitted prompts never wait for each other's blocks. The
   chunk size depends on the decodes in the pipeline (`coordinator.scheduler.policy`).
-* Clients of one priority take turns: the next sequence is one of the client with the fewest running.
+* Clients of one priority take turns: the next sequence is one of the client with the fewest running, and of
+  several such clients the one whose last turn is the longest ago.
 * A decode without a free block preempts a sequence of the priority that is last in queue order, the last one
   of the client with the most running there, and tries again in the same pass. So the first sequence in queue
   order always progresses.
@@ -497,7 +498,7 @@ class Scheduler:
         first, end = admission.num_cached_tokens, sequence.num_tokens
         if not self._chunk_size(admission.active, first, end, builder, kv, plan, room):
             return None
-        self._queue.remove(sequence)
+        self._queue.admit(sequence)
         self._running[sequence.key] = self._prefilling[sequence.key] = sequence
         sequence.begin_prefill(admission.active, num_cached_tokens=admission.num_cached_tokens)
         if sequence.num_restarts == 0:

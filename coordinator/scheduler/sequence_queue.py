@@ -22,6 +22,9 @@ class SequenceQueue:
     def __init__(self) -> None:
         self._all: list[Sequence] = []
         self._of: dict[_Owner, list[Sequence]] = {}
+        self._last_turns: dict[str, int] = {}
+        """Numbers of the last turns of clients in the queue; arrival counts as one."""
+        self._num_turns = 0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -37,6 +40,13 @@ class SequenceQueue:
         """Insert a sequence by its order."""
         insort(self._all, sequence, key=_ORDER)
         insort(self._of.setdefault(_owner(sequence), []), sequence, key=_ORDER)
+        self._last_turns.setdefault(sequence.client, self._num_turns)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Remove a sequence whose client has its turn with it. Raises ValueError, as `remove`."""
+        self._num_turns += 1
+        self._last_turns[sequence.client] = self._num_turns + 1  # behind those who come before the next turn
+        self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Raises ValueError for a sequence that is not in the queue."""
@@ -48,12 +58,16 @@ class SequenceQueue:
             del queue[index]
         if not own:
             del self._of[_owner(sequence)]
+            if not any((priority, sequence.client) in self._of for priority in Priority):
+                del self._last_turns[sequence.client]
 
     def fairest(self, num_running_of: Mapping[str, int]) -> Sequence | None:
         """Of the head's priority: the first sequence of the client with the fewest running.
 
-        A client that fills the queue waits for its own requests, and the others do not. Sequences behind one
-        of a higher priority have no turn: they would overtake it.
+        Of clients with equally many, the one whose last turn is the longest ago: a sequence that ends with
+        its prompt is not running when the next one is admitted. So a client that fills the queue waits for
+        its own requests, and the others do not. Sequences behind one of a higher priority have no turn: they
+        would overtake it.
         """
         if not self._all:
             return None
@@ -62,7 +76,11 @@ class SequenceQueue:
         firsts = (own[0] for (of, _), own in self._of.items() if of is priority)
         return min(
             (first for first in firsts if above is None or first.order < above),
-            key=lambda sequence: (num_running_of.get(sequence.client, 0), sequence.order),
+            key=lambda sequence: (
+                num_running_of.get(sequence.client, 0),
+                self._last_turns[sequence.client],
+                sequence.order,
+            ),
         )
 
 

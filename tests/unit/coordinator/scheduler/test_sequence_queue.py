@@ -69,6 +69,20 @@ def test_a_sequence_that_is_not_in_the_queue_cannot_be_removed() -> None:
         queue.remove(sequence_of(1, "a"))
 
 
+def test_clients_with_nothing_running_take_turns() -> None:
+    queue, turns = SequenceQueue(), []
+    first, *others = [sequence_of(number, "flood") for number in range(4)]
+    for sequence in (first, *others):
+        queue.add(sequence)
+    queue.admit(first)
+    for number, client in enumerate(("quiet", "other", "quiet"), 4):
+        queue.add(sequence_of(number, client))
+    while (next_one := queue.fairest(Counter())) is not None:
+        queue.admit(next_one)
+        turns.append(next_one.client)
+    assert turns == ["quiet", "other", "flood", "quiet", "flood", "flood"]
+
+
 def test_no_turn_of_a_client_overtakes_a_higher_priority() -> None:
     queue = SequenceQueue()
     old, high, new = (
