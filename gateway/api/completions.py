@@ -98,7 +98,7 @@ def _check_number(num_prompts: int, num_choices: int) -> None:
 
 def _prompts(gateway: Gateway, prompt: str | list[Any]) -> Sequence[Sequence[int]]:
     """Return token ids per prompt. Raises ApiError for other forms than OpenAI's four."""
-    prompts = [prompt] if isinstance(prompt, str) else prompt
+    prompts: list[Any] = [prompt] if isinstance(prompt, str) else prompt
     if not prompts:
         raise invalid("prompt is empty", param="prompt")
     if _all_are(prompts, int):
