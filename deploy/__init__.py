@@ -30,7 +30,7 @@ else:  # hidden from type checkers, which would take every name for one of ours
 
 
 class ClusterFailed(Exception):
-    """The cluster did not start, or lost a process; the message names it, `log_lines` end its log."""
+    """The cluster did not start, or lost a process; the message names it, with its last log lines."""
 
     def __init__(self, message: str, *, log_lines: Sequence[str] = ()) -> None:
         super().__init__(message)
