@@ -17,7 +17,7 @@ from wire.tenant_threads import TenantThreads
 GRAMMAR_THREADS = 4
 """Grammars compiled at a time: a hostile one takes a second, nearly all of it without the interpreter."""
 MAX_REMEMBERED_BYTES = 32 << 20
-_ENTRY_BYTES = 1024
+ENTRY_BYTES = 1024
 """What an outcome takes beside its grammar; the text of a refusal is short."""
 
 BadWords: TypeAlias = tuple[tuple[int, ...], ...]
@@ -31,7 +31,7 @@ class _Outcome:
 
     @property
     def num_bytes(self) -> int:
-        return _ENTRY_BYTES + (0 if self.grammar is None else len(self.grammar.definition))
+        return ENTRY_BYTES + (0 if self.grammar is None else len(self.grammar.definition))
 
 
 class ClientGrammars:
