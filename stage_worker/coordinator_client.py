@@ -15,6 +15,7 @@ from stageline_rpc.internal.v1 import join_pb2, join_pb2_grpc
 from wire.clock import ClusterClock, Exchange, wall_clock_us
 from wire.condition import Condition
 from wire.transport import PLAIN, Transport
+from wire.unreachable import SILENT, unreachable_cause
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class CoordinatorClient:
             try:
                 left = await self._join_once()
             except (grpc.aio.AioRpcError, TimeoutError, CoordinatorSilent) as error:
-                self._log_outage(error)
+                await self._log_outage(error)
             else:
                 log.info("leaving the cluster: %s", left.reason)
                 if left.exit_process:
@@ -196,7 +197,7 @@ class CoordinatorClient:
                 case unknown:
                     log.warning("ignored unknown coordinator message %r", unknown)
 
-    def _log_outage(self, error: Exception) -> None:
+    async def _log_outage(self, error: Exception) -> None:
         """Log once per kind of outage. Raises JoinRefused where retrying cannot help."""
         kind = "TIMEOUT"
         if isinstance(error, grpc.aio.AioRpcError):
@@ -209,8 +210,13 @@ class CoordinatorClient:
             reason = f"no welcome within {WORKER_POLICY.welcome_timeout_s:g} s"
         if self._is_leaving:
             log.info("the connection to the coordinator at %s ended (%s)", self._coordinator, reason)
-        elif self._logged_outage != kind:
-            log.info("waiting for the coordinator at %s (%s)", self._coordinator, reason)
+            return
+        if not isinstance(error, CoordinatorSilent):
+            cause = await unreachable_cause(self._coordinator, self._transport)
+            reason = reason if cause == SILENT else cause
+            kind = kind if cause == SILENT else cause
+        if self._logged_outage != kind:
+            log.info("waiting for the coordinator at %s: %s", self._coordinator, reason)
             self._logged_outage = kind
 
 

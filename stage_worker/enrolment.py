@@ -29,6 +29,7 @@ from certificates.identity import Role, parse_identity
 from certificates.join_tokens import JoinToken, parse_join_token
 from certificates.requests import make_request
 from stage_worker.config import WorkerConfig
+from stage_worker.policy import WORKER_POLICY
 from wire.addresses import Address, parse_peer_address
 from wire.errors import CertificateRefused
 from wire.foreign_text import printable_line
@@ -58,10 +59,15 @@ def _directory(config: WorkerConfig, name: str) -> Path:
     return config.state_directory / "certificates" / name
 
 
-def enrolled(config: WorkerConfig) -> WorkerConfig:
+class EnrolmentUnreachable(OSError):
+    """No coordinator answers at the address of enrolments."""
+
+
+async def enrolled(config: WorkerConfig) -> WorkerConfig:
     """Return the configuration with a certificate, which is fetched unless a former one can be used.
 
-    Blocks. Raises OSError with one line, and CertificateRefused.
+    Waits for the coordinator, as a worker with a certificate does. Raises OSError with one line, and
+    CertificateRefused.
     """
     if config.join_token_file is None:
         return config
@@ -79,10 +85,23 @@ def enrolled(config: WorkerConfig) -> WorkerConfig:
         token = parse_join_token(read_secret(config.join_token_file))
     except ValueError as error:
         raise OSError(f"--join-token-file {config.join_token_file} cannot be used: {error}") from None
-    material = enrol(config.enroll_address, token, name, config.asked_hosts)
+    material = await _first_material(config, token, name)
     _write(directory, material)
     log.info("enrolled at %s: certificate in %s", config.enroll_address, directory)
     return replace(config, transport=transport)
+
+
+async def _first_material(config: WorkerConfig, token: JoinToken, name: str) -> Mapping[str, bytes]:
+    logged, pause_s = "", WORKER_POLICY.first_rejoin_delay_s
+    while True:
+        try:
+            return await asyncio.to_thread(enrol, config.enroll_address, token, name, config.asked_hosts)
+        except EnrolmentUnreachable as error:
+            if (reason := str(error)) != logged:
+                log.info("waiting for the coordinator: %s; it enrols with --enroll-listen", reason)
+                logged = reason
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, WORKER_POLICY.max_rejoin_delay_s)
 
 
 def enrol(address: str, token: JoinToken, name: str, hosts: tuple[str, ...]) -> Mapping[str, bytes]:
@@ -190,7 +209,10 @@ def _files_of(
 def _call(
     where: Address, context: ssl.SSLContext, method: str, path: str, fields: Mapping[str, str] | None = None
 ) -> bytes:
-    """Send a request to the coordinator and return the body. Raises OSError and CertificateRefused."""
+    """Send a request to the coordinator and return the body.
+
+    Raises EnrolmentUnreachable, other OSErrors and CertificateRefused.
+    """
     connection = http.client.HTTPSConnection(where.host, where.port, timeout=TIMEOUT_S, context=context)
     try:
         connection.connect()
@@ -201,7 +223,9 @@ def _call(
         response = connection.getresponse()
         content = response.read(MAX_BYTES)
     except (OSError, http.client.HTTPException) as error:
-        raise OSError(f"cannot enrol at {where}: {_reason(error)}") from None
+        is_away = isinstance(error, ConnectionError | TimeoutError | socket.gaierror | ssl.SSLEOFError)
+        kind = EnrolmentUnreachable if is_away else OSError
+        raise kind(f"cannot enrol at {where}: {_reason(error)}") from None
     finally:
         connection.close()
     if response.status != 200:

@@ -379,10 +379,10 @@ def _new_backend(config: WorkerConfig, sharing: Sharing) -> StageBackend:
     return TorchBackend(config, sharing)
 
 
-def _enrolled(config: WorkerConfig) -> WorkerConfig:
+async def _enrolled(config: WorkerConfig) -> WorkerConfig:
     from stage_worker.enrolment import enrolled  # imported late, as other workers need no such library
 
-    return enrolled(config)
+    return await enrolled(config)
 
 
 def _renewal(config: WorkerConfig) -> Renewal | None:
@@ -457,7 +457,7 @@ async def _supervise(config: WorkerConfig, state: ProcessState) -> int:
 async def _main(config: WorkerConfig, state: ProcessState) -> int:
     try:
         if config.join_token_file is not None:
-            config = await asyncio.to_thread(_enrolled, config)
+            config = await _enrolled(config)
         worker = Worker(config)
         state.follow(worker.condition)
         await worker.start()

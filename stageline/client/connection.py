@@ -20,6 +20,7 @@ from stageline.client.errors import (
 from wire.addresses import parse_peer_address
 from wire.channels import JOURNALLED_KEY
 from wire.transport import PLAIN, RenewedChannel, Transport
+from wire.unreachable import unreachable_cause
 
 MAX_REMEMBERED = 4096
 
@@ -87,7 +88,8 @@ class Connection:
             self._readiness = _Readiness(channel)
         with typed_errors():
             if not await self._readiness.wait(timeout_s):
-                raise Unavailable(f"no coordinator at {self.address} within {timeout_s:g} s")
+                cause = await unreachable_cause(self.address, self._transport)
+                raise Unavailable(f"no coordinator at {self.address} within {timeout_s:g} s: {cause}")
         return channel
 
 

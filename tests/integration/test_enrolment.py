@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import ssl
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -24,10 +25,12 @@ from coordinator.enrolment.server import MAX_BODY_BYTES, MAX_TRIES
 from stage_worker.config import WorkerConfig
 from stage_worker.enrolment import Renewal, enrolled
 from stage_worker.server import Worker
+from tests.faults.byte_proxy import ByteProxy
 from tests.integration.calls import until
 from tests.integration.cluster import Cluster, RunningWorker
 from tests.integration.test_mock_cluster import mock_cluster
 from tests.issued import LIFE, Certificates
+from tests.ports import unused_address
 from wire.errors import CertificateRefused
 from wire.transport import TransportSettings
 from wire.user_files import write_secret
@@ -109,7 +112,7 @@ async def post(http: AsyncClient, path: str, **fields: str) -> tuple[int, str, s
 async def test_a_worker_enrols_joins_and_starts_again_without_its_token(enrolment: Enrolment) -> None:
     token = enrolment.token()
     async with enrolment.cluster() as cluster:
-        config = await asyncio.to_thread(enrolled, enrolment.worker(cluster))
+        config = await enrolled(enrolment.worker(cluster))
         material = read_tls_material(enrolment.state / "certificates" / "w0")
         assert material.identity == Identity(cluster="default", role=Role.WORKER, name="w0")
         assert hosts_of(material.leaf) == ["127.0.0.1"]
@@ -121,7 +124,7 @@ async def test_a_worker_enrols_joins_and_starts_again_without_its_token(enrolmen
         (record,) = enrolment.records("certificate.enrol")
         assert (record["who"], record["token"]) == (material.identity.uri, token.token_id)
         enrolment.token_file.unlink()
-        assert await asyncio.to_thread(enrolled, enrolment.worker(cluster)) == config
+        assert await enrolled(enrolment.worker(cluster)) == config
     assert token.secret not in enrolment.audit.read_text()
 
 
@@ -130,7 +133,7 @@ async def test_a_certificate_is_renewed_and_a_failure_keeps_the_former(
 ) -> None:
     enrolment.token()
     async with enrolment.cluster() as cluster:
-        config = await asyncio.to_thread(enrolled, enrolment.worker(cluster))
+        config = await enrolled(enrolment.worker(cluster))
         directory = config.transport.tls_directory
         assert directory is not None
         first = read_tls_material(directory)
@@ -240,7 +243,7 @@ async def test_a_token_is_not_sent_to_another_authority_or_to_a_worker(enrolment
         ):
             change()
             with pytest.raises(CertificateRefused, match=problem):
-                await asyncio.to_thread(enrolled, config)
+                await enrolled(config)
         assert enrolment.tokens.records()[0].uses_left == 1
         assert not (enrolment.state / "certificates").exists()
 
@@ -252,15 +255,28 @@ def pose(enrolment: Enrolment, token: JoinToken) -> None:
     enrolment.certificates.write(directory, Identity(cluster="default", role=Role.WORKER, name="w9"))
 
 
-async def test_an_unreachable_coordinator_is_one_line(enrolment: Enrolment) -> None:
+async def test_a_worker_waits_for_the_coordinator_and_logs_it_once(
+    enrolment: Enrolment, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "stage_worker.enrolment")
     enrolment.token()
     async with enrolment.cluster() as cluster:
-        config = replace(enrolment.worker(cluster), enroll="127.0.0.1:1")
-        with pytest.raises(OSError, match=r"^cannot enrol at 127\.0\.0\.1:1: connection refused$"):
-            await asyncio.to_thread(enrolled, config)
+        config = enrolment.worker(cluster)
+        async with ByteProxy(unused_address()) as proxy:
+            waiting = asyncio.create_task(enrolled(replace(config, enroll=proxy.address)))
+            await until(lambda: proxy.num_connections >= 3)
+            proxy.target = config.enroll_address
+            assert (await waiting).transport.tls_directory is not None
+    waits = [text for text in caplog.messages if text.startswith("waiting for the coordinator: cannot enrol")]
+    assert len(waits) == 1
+
+
+async def test_a_token_that_others_can_read_is_refused(enrolment: Enrolment) -> None:
+    enrolment.token()
+    async with enrolment.cluster() as cluster:
         enrolment.token_file.chmod(0o644)
         with pytest.raises(OSError, match="has mode 0644"):
-            await asyncio.to_thread(enrolled, config)
+            await enrolled(enrolment.worker(cluster))
 
 
 def test_enrolment_needs_certificates_authority_and_tokens(enrolment: Enrolment, tmp_path: Path) -> None:

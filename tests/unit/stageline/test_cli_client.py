@@ -122,7 +122,10 @@ def test_an_unreachable_coordinator_is_one_line_and_exit_code_1(
     assert main([*command, "--coordinator", unused_address]) == 1
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err == f"stageline: error[UNAVAILABLE]: no coordinator at {unused_address} within 0.2 s\n"
+    assert output.err == (
+        f"stageline: error[UNAVAILABLE]: no coordinator at {unused_address} within 0.2 s: nothing listens "
+        "there: check the port, or start the coordinator\n"
+    )
 
 
 def test_ctrl_c_cancels_the_request_and_is_one_line_and_exit_code_130(address: str) -> None:
