@@ -64,14 +64,26 @@ def open_remote(
         proof = _source_manifest(source) if manifest is None else read_manifest(manifest)
         if proof is not None:
             pins = replace(pins, manifest_sha256=proof.digest)
-        folder = cache_directory / SOURCES_FOLDER / pins.key
-        directory = fetch_metadata(source, pins, folder, has_text=True)
-    path = checkpoint_in(directory)
+        path = _fetched(source, pins, cache_directory)
     headers = headers_of(path)
     if proof is not None:
         proof.check(headers, pins.source)
     checkpoint = Checkpoint.open(path, pins=pins)
     return RemoteCheckpoint(checkpoint=checkpoint, headers=headers, source=source, pins=pins, manifest=proof)
+
+
+def fetch_files(location: RemoteModel, cache_directory: Path) -> Path:
+    """Fetch config, tokenizer and headers; return their directory or GGUF file, whatever model it has.
+
+    Raises SourceError and CheckpointError.
+    """
+    with closing(open_source(location)) as source:
+        return _fetched(source, pin(source), cache_directory)
+
+
+def _fetched(source: WeightSource, pins: Pins, cache_directory: Path) -> Path:
+    folder = cache_directory / SOURCES_FOLDER / pins.key
+    return checkpoint_in(fetch_metadata(source, pins, folder, has_text=True))
 
 
 def _source_manifest(source: WeightSource) -> Manifest | None:

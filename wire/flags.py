@@ -6,6 +6,7 @@ file. The declaration and the field's default are the only definition of an opti
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import Enum
@@ -77,12 +78,20 @@ def checkpoint_directory(text: str) -> Path:
     path = Path(text)
     is_gguf = path.suffix.lower() == ".gguf"
     if not path.exists():
-        raise ValueError(f"{'file' if is_gguf else 'directory'} {text!r} does not exist")
+        raise ValueError(f"{'file' if is_gguf else 'directory'} {text!r} does not exist{_hub_hint(text)}")
     if not path.is_dir() and not is_gguf:
         raise ValueError(
             f"{text!r} is a file: give the directory of a Hugging Face checkpoint, or a GGUF file"
         )
     return path.absolute() if is_gguf else path.resolve()
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def _hub_hint(text: str) -> str:
+    """For names as hubs have them, which other servers take without a scheme."""
+    return f"; a model of the Hugging Face Hub is hf://{text}" if _HUB_NAME.fullmatch(text) else ""
 
 
 def plain(value: Any) -> Any:

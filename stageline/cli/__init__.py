@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from deploy import ClusterFailed
+from stageline.cli.commands import OTHER_NAMES, add_command
 from stageline.cli.options import USAGE, CommandFailed, report
 from stageline.client.errors import Overloaded, StagelineError
 from stageline.version import VERSION
@@ -47,6 +49,7 @@ _COMMANDS = {
     "keys": ("stageline.cli.keys", _SERVE),
 }
 """Module and panel of each command, in the order of --help."""
+_UNKNOWN_COMMAND = re.compile("No such command '(.*)'")
 _REJECTED = {
     "greater_than_equal": "{value!r} is less than {ge}",
     "less_than_equal": "{value!r} is more than {le}",
@@ -90,11 +93,7 @@ def make_app(command: str | None = None) -> typer.Typer:
     app.callback()(_options)
     for name in [command] if command in _COMMANDS else _COMMANDS:
         module, panel = _COMMANDS[name]
-        found = getattr(import_module(module), name.replace("-", "_"))
-        if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name, rich_help_panel=panel)
-        else:
-            app.command(name, rich_help_panel=panel)(found)
+        add_command(app, name, getattr(import_module(module), name.replace("-", "_")), panel=panel)
     return app
 
 
@@ -139,6 +138,8 @@ def _one_line(error: typer.TyperException) -> str:
     if (errors := getattr(error.__cause__, "errors", None)) is not None:  # pydantic's, through typer
         error.message = _describe_rejected(errors()[0]) or error.message
     message = " ".join(error.format_message().split()).removesuffix(".")
+    if (unknown := _UNKNOWN_COMMAND.fullmatch(message)) is not None and unknown[1] in OTHER_NAMES:
+        message = f"{message}. Here it is 'stageline {OTHER_NAMES[unknown[1]]}'"
     context = getattr(error, "ctx", None)  # only errors of usage have one
     if context is None:
         return message

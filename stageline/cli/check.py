@@ -31,8 +31,8 @@ class TextInspection:
     notes: list[str] = field(default_factory=list)
 
 
-def check(directory: Path, *, as_json: bool) -> int:
-    """Print the result; the exit code is 0 for a checkpoint that is served, else 1."""
+def check(directory: Path, *, name: str, as_json: bool) -> int:
+    """Print the result, of `name`; the exit code is 0 for a checkpoint that is served, else 1."""
     found = inspect(directory)
     if found.checkpoint is not None and not found.checkpoint.config.has_row:
         found.attempt(partial(examine_layers, found.checkpoint))
@@ -40,8 +40,8 @@ def check(directory: Path, *, as_json: bool) -> int:
     found.attempt(partial(read_generation_defaults, directory))
     has_text = directory.exists() and not found.is_other_format
     text = inspect_text(directory, found.checkpoint) if has_text else TextInspection()
-    facts = check_facts(directory, found, text)
-    print(json.dumps(facts, indent=2) if as_json else _text(directory, found, text))
+    facts = check_facts(name, found, text)
+    print(json.dumps(facts, indent=2) if as_json else _text(name, found, text))
     return ExitCode.DONE if facts["is_served"] else ExitCode.FAILED
 
 
@@ -111,11 +111,11 @@ def _grammar_problems(checkpoint: Checkpoint, codec: TextCodec) -> list[str]:
     return [] if problem is None else [f"no structured output: {problem}"]
 
 
-def check_facts(directory: Path, found: Inspection, text: TextInspection) -> dict[str, object]:
+def check_facts(name: str, found: Inspection, text: TextInspection) -> dict[str, object]:
     """The result for JSON; sizes in bytes."""
     errors = (*found.errors, *text.errors)
     facts: dict[str, object] = {
-        "directory": str(directory),
+        "directory": name,
         "is_served": not errors,
         "reasons": [{"code": reason_of(error), "text": printable_line(str(error))} for error in errors],
         "notes": [*map(printable_line, text.notes)],
@@ -147,10 +147,10 @@ def resident_bytes(checkpoint: Checkpoint) -> int:
     return stage_weight_bytes(config, config.dtype, 0, config.num_layers, has_embeddings=True, has_head=True)
 
 
-def _text(directory: Path, found: Inspection, text: TextInspection) -> str:
+def _text(name: str, found: Inspection, text: TextInspection) -> str:
     """Lines for a terminal, whose texts from files are escaped."""
     notes = [f"Note: {printable_line(note)}" for note in text.notes]
-    name = escaped(str(directory))
+    name = escaped(name)
     errors = (*found.errors, *text.errors)
     if errors or found.checkpoint is None:
         reasons = [f"- {printable_line(str(error))}" for error in errors]

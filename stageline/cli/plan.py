@@ -31,10 +31,11 @@ from stageline.cli.check import check, examine_layers
 from stageline.cli.config_flags import config_parameters, make_config
 from stageline.cli.options import CommandFailed
 from stageline.cli.tables import recurrent_states, windowed_blocks
+from weights.location import is_remote, remote_model
 from wire.device_rates import DeviceRates
 from wire.errors import reason_of
 from wire.sizes import format_size, parse_size
-from wire.user_files import find_cache_directory
+from wire.user_files import NoHomeDirectory, find_cache_directory
 
 if TYPE_CHECKING:
     from coordinator.model import ServedModel
@@ -310,13 +311,13 @@ def plan(
             " unless --check is given.",
         ),
     ] = None,
-    directory: Annotated[
-        Path | None,
+    checked: Annotated[
+        str | None,
         typer.Option(
             "--check",
-            metavar="DIR",
-            help="Check a checkpoint instead of planning: say what is not served, and why. The exit code is 0"
-            " if it is served.",
+            metavar="MODEL",
+            help="Check a checkpoint, in a directory or at an address such as hf://ORG/NAME, instead of"
+            " planning: say what is not served, and why. The exit code is 0 if it is served.",
         ),
     ] = None,
     gpus: _Gpus = False,
@@ -325,9 +326,9 @@ def plan(
     **flags: Any,
 ) -> int:
     """Show which layers each worker would get and what fits, without starting anything."""
-    if directory is not None:
+    if checked is not None:
         _refuse_beside_check(context)
-        return check(directory, as_json=as_json)
+        return check(_files_of(checked), name=checked, as_json=as_json)
     if workers is None:
         raise typer.BadParameter("is required", param_hint="--workers")
     capacities = options.build_config(lambda: with_rates(parse_workers(workers, gpus=gpus), device_rates))
@@ -342,12 +343,28 @@ def plan(
     return 0
 
 
+def _files_of(model: str) -> Path:
+    """The files of a model that say whether it is served, which may be on another host."""
+    if not is_remote(model):
+        return Path(model)
+    from weights.remote import fetch_files  # imported late, as the coordinator does
+
+    if (cache := find_cache_directory(os.environ)) is None:
+        raise NoHomeDirectory("there is no home directory for config and headers: set XDG_CACHE_HOME")
+    try:
+        return fetch_files(remote_model(model), cache)
+    except CheckpointError as error:
+        raise CommandFailed(str(error), reason=reason_of(error)) from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--check") from None
+
+
 def _refuse_beside_check(context: typer.Context) -> None:
     """A check reads nothing but the directory: flags of plans would be ignored."""
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
         is_given = source is not None and source.name == "COMMANDLINE"
-        if is_given and option.name not in ("directory", "as_json"):
+        if is_given and option.name not in ("checked", "as_json"):
             raise typer.BadParameter(f"takes no {option.opts[0]}", param_hint="--check")
 
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from builtin_model import MODEL_DIRECTORY
 from stageline.cli import main
 from tests.checkpoints import make_checkpoint
+from tests.hub import Hub
+from tests.range_server import range_server
 from tests.unit.text.trained_tokenizers import CHAT_TEMPLATE, byte_level, save_tokenizer
 
 Captured = pytest.CaptureFixture[str]
@@ -44,6 +47,18 @@ def test_a_served_checkpoint_is_exit_code_0_with_size_and_cuts(directory: Path, 
     assert told["notes"] == ["no tokenizer (such as tokenizer.json): token ids only, no text and no chat"]
     assert main(["plan", "--check", str(directory)]) == 0
     assert "is served: llama, plain weights" in capsys.readouterr().out
+
+
+def test_a_model_of_a_hub_is_checked_by_its_small_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with range_server(tmp_path) as api, range_server(tmp_path) as store:
+        Hub(MODEL_DIRECTORY, api, store).use(monkeypatch)
+        assert main(["plan", "--check", "hf://org/name"]) == 0
+        assert capsys.readouterr().out.startswith("hf://org/name is served: llama, plain weights\n")
+        assert main(["plan", "--check", "hf://org/name@none"]) == 1
+        assert "error[SOURCE_" in capsys.readouterr().err
 
 
 def test_every_wrong_field_is_a_reason(directory: Path, capsys: Captured) -> None:
