@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_WITHOUT_TOKENIZER = "token ids only, no text and no chat: copy the model's tokenizer.json beside its weights"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedFiles:
@@ -88,20 +90,21 @@ class ServedModel:
         if self.wire_dtype is not None:
             check_can_carry(self.wire_dtype, self.dtype)
 
-    def load_text(self) -> str | None:
-        """Load tokenizer and grammar tables; return why there is no structured output, None if there is.
-
-        Raises TokenizerError.
-        """
+    def load_text(self) -> None:
+        """Load tokenizer and grammar tables; log what cannot be served without. Raises TokenizerError."""
         if self.directory is None:
-            return None
+            return
         self.text = load_text_codec(self.directory, model_vocab_size=self.config.vocab_size)
         if self.text is not None:
             self.eos_token_ids = self.text.end_token_ids(self.eos_token_ids)
         self.grammars = GrammarCompiler(
             self.directory, vocab_size=self.config.vocab_size, eos_token_ids=self.eos_token_ids
         )
-        return self.grammars.load()
+        problem = self.grammars.load()
+        if self.text is None:
+            log.warning("the checkpoint has no tokenizer.json: %s", _WITHOUT_TOKENIZER)
+        elif problem is not None:
+            log.info("no structured output: %s", problem)
 
     @property
     def is_mock(self) -> bool:

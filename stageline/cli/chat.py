@@ -39,6 +39,9 @@ def chat(
         async with Client(coordinator, tls_dir=tls_dir) as client:
             model = await client.model()
         if not model.has_chat_template:
+            if not model.has_tokenizer:
+                text = f"model {model.name} has no tokenizer (tokenizer.json), which a chat needs"
+                raise CommandFailed(text, reason="NO_TOKENIZER")
             text = f"model {model.name} has no chat template; use `stageline generate`"
             raise CommandFailed(text, reason="NO_CHAT_TEMPLATE")
         _say(f"Chatting with {model.name}. /reset clears the history, /exit ends the chat.")

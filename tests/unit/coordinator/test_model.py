@@ -23,7 +23,7 @@ def directory(tmp_path: Path) -> Path:
 
 def opened(directory: Path) -> ServedModel:
     model = open_model(CoordinatorConfig(model=directory, num_stages=1))
-    assert model.load_text() is None, "there is structured output"
+    model.load_text()
     return model
 
 
@@ -38,3 +38,11 @@ def test_a_tokenizer_alone_gives_the_end_token(directory: Path) -> None:
     save_tokenizer(directory, byte_level(), eos_token={"__type": "AddedToken", "content": "<|end|>"})
     (directory / "generation_config.json").unlink(missing_ok=True)
     assert opened(directory).eos_token_ids == (END,)
+
+
+def test_a_missing_tokenizer_is_a_warning_with_its_consequence(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert opened(directory).text is None
+    [text] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert text.startswith("the checkpoint has no tokenizer.json: token ids only, no text and no chat")
