@@ -41,7 +41,7 @@ from wire.clock import ClusterClock
 from wire.condition import Condition
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode, error_line
-from wire.transport import open_transport
+from wire.transport import is_loopback, open_transport
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +135,8 @@ class GatewayServer:
         """
         await self._http.start()
         self._recorder = self._open_spans()
+        if self._config.keys_file is None and not is_loopback(self.address):
+            log.warning("anyone who reaches %s is served: give --keys-file to ask for API keys", self.address)
         log.info("bound to %s, connecting to coordinator %s", self.address, self._config.coordinator)
         await self._connect()
 

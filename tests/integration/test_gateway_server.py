@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.test_link import PROMPT, Link, Reading
 from tests.integration.test_mock_cluster import mock_cluster
 from tests.ports import unused_address
+from web.api_keys import changed_keys
+from wire.transport import TransportSettings
 
 
 async def complete(http: AsyncClient, **fields: Any) -> Any:
@@ -146,3 +149,25 @@ async def until_problem(http: AsyncClient, text: str) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while (response := await http.get("/readyz")).status_code == 200 or text not in response.text:
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+async def test_a_gateway_that_serves_anyone_on_the_network_says_so(
+    has_keys: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = tmp_path / "keys.toml"
+    with changed_keys(keys):
+        pass
+    async with mock_cluster(1) as cluster:
+        config = GatewayConfig(
+            coordinator=cluster.address,
+            listen="0.0.0.0:0",
+            keys_file=keys if has_keys else None,
+            transport=TransportSettings(insecure=True),
+        )
+        server = GatewayServer(config, template=None)
+        await server.start()
+        await server.stop()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    expected = f"anyone who reaches {server.address} is served: give --keys-file to ask for API keys"
+    assert (expected in warnings) is not has_keys
