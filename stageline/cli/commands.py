@@ -29,7 +29,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Raises BadParameter."""
-        *_, order = self.make_parser(ctx).parse_args(args=list(args))
+        order: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
         for parameter, count in Counter(order).items():
             if count > 1 and _takes_one_value(parameter):
                 problem = f"is given {count} times, and takes one value"
