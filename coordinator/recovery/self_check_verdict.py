@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -27,6 +27,19 @@ TYPICAL_ROUNDINGS = 1.7
 Other routes of a few tokens, which make up the root mean square of models with experts, hardly change it, so
 it shows faults that affect all tokens a little. Measured as above.
 """
+
+_GROWTH = 1.5
+"""Largest growth of the typical deviation, in multiples of the typical rounding, from one stage to the next.
+
+Rounding grows along the layers as the reference does, in deep mixtures far less than the highest rounding
+allows; a fault adds to it in one stage only. Measured as above.
+"""
+
+_GROWN = 1.15
+"""A typical deviation of this many typical roundings passes, however little the stage before deviates."""
+
+_MIN_GROWN = 1e-3
+"""As `_GROWN`, as a fraction: in float32, no fault is near rounding, and stages may sum very differently."""
 
 _LEAST_RATIO = 0.25
 """A token that happens to deviate less than this share of its rounding counts as much, so that tokens without
@@ -76,33 +89,73 @@ class Deviation:
         return f"{'typically ' if self.is_typical else ''}by {self.value:.2g}"
 
 
-def deviations_of(groups: Iterable[Sequence[Token]]) -> list[Deviation]:
+class TokenGroup:
+    """Deviations of the tokens of one phase, after one stage or in log-probabilities.
+
+    Attributes:
+        ratio: Typical deviation in multiples of the typical rounding, NaN if not finite.
+    """
+
+    def __init__(self, tokens: Sequence[Token]) -> None:
+        self._tokens = tokens
+        typical = [max(token.typical, _MIN_ROUNDING) for token in tokens]
+        self._usual = statistics.geometric_mean(typical)
+        self._highest = [max(token.highest, self._usual) for token in tokens]
+        least = (
+            max(token.deviation, _LEAST_RATIO * rounding)
+            for token, rounding in zip(tokens, typical, strict=True)
+        )
+        self._unit = math.sqrt(self._usual * statistics.geometric_mean(self._highest))
+        self.ratio = statistics.geometric_mean(least) / self._unit
+
+    def deviations(self, comparable: Sequence[float]) -> tuple[Deviation, Deviation]:
+        """Return the root mean square of the tokens, NaN if not finite, and the typical deviation.
+
+        `comparable` are ratios of groups that a fault of this group need not affect.
+        """
+        highest = self._highest
+        ratios = [token.deviation / bound for token, bound in zip(self._tokens, highest, strict=True)]
+        unit = _root_mean_square(highest)
+        return (
+            Deviation(unit * _root_mean_square(ratios), ROUNDINGS * self._margin(2) * unit),
+            Deviation(self.ratio * self._unit, self._typically_allowed(comparable), is_typical=True),
+        )
+
+    def _typically_allowed(self, comparable: Sequence[float]) -> float:
+        allowed = TYPICAL_ROUNDINGS * self._margin(1) * self._unit
+        if not comparable or not all(map(math.isfinite, comparable)):
+            return allowed
+        grown = _GROWTH * self._margin(8) * max(comparable) * self._unit
+        return min(allowed, max(grown, _GROWN * self._margin(1) * self._usual, _MIN_GROWN))
+
+    def _margin(self, num_doubtful: int) -> float:
+        """Means of few tokens vary more."""
+        return 1 + num_doubtful / len(self._tokens)
+
+
+Groups = Mapping[Phase, TokenGroup]
+"""Tokens of one stage, or of the log-probabilities; phases without tokens are absent."""
+
+
+def groups_of(tokens: Mapping[Phase, Sequence[Token]]) -> Groups:
+    return {phase: TokenGroup(group) for phase, group in tokens.items() if group}
+
+
+def deviations_of(groups: Groups, before: Groups | None = None) -> list[Deviation]:
     """Return the deviations of the tokens of each phase, the worst first.
 
     The first one is not a typical one, unless only that fails.
+
+    Args:
+        before: Groups of the stage before.
     """
-    found = [deviation for tokens in groups if tokens for deviation in _both_deviations(tokens)]
+    found: list[Deviation] = []
+    for phase, group in groups.items():
+        others = [(before or {}).get(phase), None if phase is Phase.FRESH else groups.get(Phase.FRESH)]
+        found += group.deviations([other.ratio for other in others if other is not None])
     found.sort(key=lambda deviation: deviation.share, reverse=True)
     found.sort(key=lambda deviation: (deviation.is_good, deviation.is_typical))
     return found
-
-
-def _both_deviations(tokens: Sequence[Token]) -> tuple[Deviation, Deviation]:
-    """Return the root mean square of a group of tokens, NaN if not finite, and the typical deviation."""
-    typical = [max(token.typical, _MIN_ROUNDING) for token in tokens]
-    usual = statistics.geometric_mean(typical)
-    highest = [max(token.highest, usual) for token in tokens]
-    ratios = [token.deviation / bound for token, bound in zip(tokens, highest, strict=True)]
-    unit = _root_mean_square(highest)
-    # Means of few tokens vary more.
-    margin = 1 + 1 / len(tokens)
-    whole = Deviation(unit * _root_mean_square(ratios), ROUNDINGS * margin * unit)
-    middle = math.sqrt(usual * statistics.geometric_mean(highest))
-    least = (
-        max(token.deviation, _LEAST_RATIO * rounding) for token, rounding in zip(tokens, typical, strict=True)
-    )
-    allowed = TYPICAL_ROUNDINGS * margin * middle
-    return whole, Deviation(statistics.geometric_mean(least), allowed, is_typical=True)
 
 
 def _root_mean_square(values: Sequence[float]) -> float:
@@ -228,9 +281,10 @@ class AnsweredRow:
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """Deviations of the hidden states that a stage sends, the worst first."""
+    """Tokens and deviations of the hidden states that a stage sends, the worst first."""
 
     stage: StagePlan
+    groups: Groups
     deviations: Sequence[Deviation]
 
     @property
@@ -260,9 +314,13 @@ def judge(
         rows = list(_answered_rows(script, results))
     except BadAnswer as error:
         return Verdict(outcome=CheckOutcome.FAILED, detail=str(error), remedy=_remedy(plan, None))
-    verdict = _judge_alone(rows, known) if isinstance(known, NoReference) else _compare(script, rows, known)
-    if states is not None and isinstance(known, KnownReference):
+    if isinstance(known, NoReference):
+        verdict = _judge_alone(rows, known)
+    elif states is None:
+        verdict = _compare(script, rows, known, None)
+    else:
         hops = _hops(script, plan, states, known.reference)
+        verdict = _compare(script, rows, known, hops[-1].groups if hops else None)
         shares = [deviation.share for hop in hops for deviation in hop.deviations]
         verdict = replace(_with_stage(verdict, plan, hops), share=max(verdict.share or 0.0, *shares, 0.0))
     return verdict if verdict.is_good else replace(verdict, remedy=_remedy(plan, verdict.stage))
@@ -315,14 +373,17 @@ def _hops(
     script: Script, plan: Plan, states: Mapping[int, Sequence[float]], reference: Reference
 ) -> list[_Hop]:
     """Return the deviations of the stages that reported their hidden states."""
-    groups = _tokens(script, reference)
-    num_states = sum(map(len, groups))
-    hops = []
+    phases = _tokens(script, reference)
+    num_states = sum(map(len, phases.values()))
+    hops: list[_Hop] = []
     for stage in plan.stages[:-1]:
         found, layer = states.get(stage.stage), reference.layers[stage.layer_end - 1]
         if found is not None and len(found) == STATE_WIDTH * num_states:
-            tokens = (_state_tokens(found, layer, group) for group in groups)
-            hops.append(_Hop(stage, deviations_of(tokens)))
+            groups = groups_of(
+                {phase: _state_tokens(found, layer, tokens) for phase, tokens in phases.items()}
+            )
+            before = hops[-1].groups if hops else None
+            hops.append(_Hop(stage, groups, deviations_of(groups, before)))
     return hops
 
 
@@ -336,7 +397,7 @@ def _state_tokens(
     ]
 
 
-def _tokens(script: Script, reference: Reference) -> list[list[tuple[int, int]]]:
+def _tokens(script: Script, reference: Reference) -> dict[Phase, list[tuple[int, int]]]:
     """Return the offset of each token's state in a stage's report, and its index in the reference.
 
     Returns:
@@ -348,13 +409,18 @@ def _tokens(script: Script, reference: Reference) -> list[list[tuple[int, int]]]
         for position in range(part.first, part.first + part.num_tokens):
             groups[part.phase].append((here, reference.token_index(part.text, position)))
             here += STATE_WIDTH
-    return list(groups.values())
+    return groups
 
 
-def _compare(script: Script, rows: Sequence[AnsweredRow], known: KnownReference) -> Verdict:
+def _compare(
+    script: Script, rows: Sequence[AnsweredRow], known: KnownReference, before: Groups | None
+) -> Verdict:
+    """`before` are the hidden states that LAST receives, if known."""
     reference = known.reference
-    groups = [[_row_token(row, reference) for row in rows if row.part.phase is phase] for phase in Phase]
-    deviations = deviations_of(groups)
+    tokens = {
+        phase: [_row_token(row, reference) for row in rows if row.part.phase is phase] for phase in Phase
+    }
+    deviations = deviations_of(groups_of(tokens), before)
     worst = deviations[0]
     detail = (
         f"the log-probabilities of {len(rows)} tokens in {len(script.steps)} steps differ from "

@@ -23,6 +23,9 @@ from tests.wrong_tensors import (
 
 LAYERS = (2, 2, 1)
 ORDER_OF_LAYERS = (2, 3, 1, 0, 4)
+DEEP: dict[str, Any] = {"num_layers": 12, "num_experts": 32, "num_experts_per_tok": 4, "max_window_layers": 6}
+"""Nearly every token has a route that rounding decides."""
+DEEP_LAYERS = (4, 4, 4)
 SENSITIVE: dict[str, Any] = {
     "initializer_range": 0.3,
     "num_layers": 6,
@@ -68,6 +71,21 @@ def test_a_wrong_tensor_of_a_mixture_is_found_in_bf16(
     reference = reference_of(source, plan_of(LAYERS, DType.BF16, 16))
     for directory, outcome in ((source, CheckOutcome.PASSED), (wrong, CheckOutcome.FAILED)):
         checked = CheckedPipeline(directory, LAYERS, DType.BF16, block_size=16, reference=reference)
+        verdict = checked.run()
+        assert verdict.outcome is outcome, verdict.text
+    assert verdict.stage == 1, verdict.text
+
+
+@pytest.mark.matrix(1, full=8)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("change", [router_in_reverse, query_projection], ids=lambda change: change.__name__)
+def test_a_wrong_tensor_of_a_deep_mixture_is_found_in_bf16(tmp_path: Path, change: Change, seed: int) -> None:
+    source = make_family(tmp_path / "model", "qwen3_moe", seed=seed, **DEEP)
+    wrong = with_change(source, tmp_path / "wrong", change, (4,))
+    assert wrong is not None
+    reference = reference_of(source, plan_of(DEEP_LAYERS, DType.BF16, 16))
+    for directory, outcome in ((source, CheckOutcome.PASSED), (wrong, CheckOutcome.FAILED)):
+        checked = CheckedPipeline(directory, DEEP_LAYERS, DType.BF16, block_size=16, reference=reference)
         verdict = checked.run()
         assert verdict.outcome is outcome, verdict.text
     assert verdict.stage == 1, verdict.text
