@@ -21,7 +21,7 @@ ROUNDINGS = 2.4
 Measured with random models of all families (docs/self-check.md).
 """
 
-TYPICAL_ROUNDINGS = 1.6
+TYPICAL_ROUNDINGS = 1.7
 """Largest geometric mean over tokens of a correct pipeline, in multiples of the typical rounding.
 
 Other routes of a few tokens, which make up the root mean square of models with experts, hardly change it, so
@@ -122,13 +122,13 @@ class TokenGroup:
         )
 
     def _typically_allowed(self, comparable: Sequence[float]) -> float:
-        allowed = TYPICAL_ROUNDINGS * self._margin(4) * self._unit
+        allowed = TYPICAL_ROUNDINGS * self._margin(1 + 5 / len(self._tokens)) * self._unit
         if not comparable or not all(map(math.isfinite, comparable)):
             return allowed
         grown = _GROWTH * self._margin(8) * max(comparable) * self._unit
         return min(allowed, max(grown, _GROWN * self._margin(1) * self._usual, _MIN_GROWN))
 
-    def _margin(self, num_doubtful: int) -> float:
+    def _margin(self, num_doubtful: float) -> float:
         """Means of few tokens vary more."""
         return 1 + num_doubtful / len(self._tokens)
 
