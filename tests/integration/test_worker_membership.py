@@ -380,7 +380,7 @@ async def test_a_coordinator_silent_for_its_lease_is_dialled_again(
         async with running_worker(worker_config(coordinator.address)):
             first, second = await coordinator.link(), await coordinator.link()
     assert first.hello.incarnation != second.hello.incarnation
-    assert "(silent for 0.1 s)" in caplog.text
+    assert ": silent for 0.1 s" in caplog.text
 
 
 async def test_the_coordinator_sets_the_drain_timeout(

@@ -96,7 +96,7 @@ def test_text_for_a_model_without_tokenizer_is_one_clear_line(
 ) -> None:
     assert main(["generate", "hello", "--coordinator", untokenized_address]) == 1
     assert capsys.readouterr().err == (
-        "stageline: error[NO_TOKENIZER]: model fake-stories has no tokenizer: "
+        "stageline: error[NO_TOKENIZER]: model fake-stories has no tokenizer (tokenizer.json): "
         "give token ids with --token-ids\n"
     )
 
@@ -198,12 +198,22 @@ def test_chat_ends_with_its_input(address: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_chat_refuses_a_model_without_a_chat_template(
+    start_coordinator: StartCoordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "--coordinator", start_coordinator(FAKE_CHAT_TEMPLATE="0")]) == 1
+    assert capsys.readouterr().err == (
+        "stageline: error[NO_CHAT_TEMPLATE]: model fake-stories has no chat template; "
+        "use `stageline generate`\n"
+    )
+
+
+def test_a_chat_with_a_model_without_tokenizer_is_one_clear_line(
     untokenized_address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["chat", "--coordinator", untokenized_address]) == 1
     assert capsys.readouterr().err == (
-        "stageline: error[NO_CHAT_TEMPLATE]: model fake-stories has no chat template; "
-        "use `stageline generate`\n"
+        "stageline: error[NO_TOKENIZER]: model fake-stories has no tokenizer (tokenizer.json), "
+        "which a chat needs\n"
     )
 
 

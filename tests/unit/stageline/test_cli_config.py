@@ -133,6 +133,11 @@ each_setting = pytest.mark.parametrize(
 )
 
 
+def _line_without(config: type, setting: Setting) -> tuple[str, ...]:
+    """A command line that does not give the setting yet."""
+    return ("coordinator",) if setting.flag.name == "--stages" else LINES[config]
+
+
 @pytest.mark.matrix(109)
 @pytest.mark.parametrize("source", SOURCES)
 @each_setting
@@ -145,7 +150,7 @@ def test_every_setting_reaches_its_field_from_every_source(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     value = _sample(setting, tmp_path)
-    line = LINES[config] if setting.flag.name != "--stages" else ("coordinator",)
+    line = _line_without(config, setting)
     made = run(*line, *_given(setting, value, source, tmp_path, monkeypatch))
     assert setting.flag.format(setting.value_in(made)) == value
     assert setting.value_in(made) != setting.default
@@ -162,7 +167,7 @@ def test_a_printed_config_parses_to_the_same_config(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     value = _sample(setting, tmp_path)
-    line = (*LINES[config], *_given(setting, value, "flag", tmp_path, monkeypatch))
+    line = (*_line_without(config, setting), *_given(setting, value, "flag", tmp_path, monkeypatch))
     made = run(*line)
     assert main([*line, "--print-config"]) == 0
     printed = capsys.readouterr().out
