@@ -71,6 +71,7 @@ class CoordinatorClient:
         self._clock = clock
         self._backoff_s = WORKER_POLICY.first_rejoin_delay_s
         self._logged_outage = ""
+        self._naming: asyncio.Task[None] | None = None
         self._rejoin_secret = b""
         self._connection: _Connection | None = None
         self._is_leaving = False
@@ -96,11 +97,18 @@ class CoordinatorClient:
 
     async def run(self) -> None:
         """Join, and rejoin, until the coordinator orders the process to exit. Raises JoinRefused."""
+        try:
+            await self._join_until_left()
+        finally:
+            if self._naming is not None:
+                self._naming.cancel()
+
+    async def _join_until_left(self) -> None:
         while True:
             try:
                 left = await self._join_once()
             except (grpc.aio.AioRpcError, TimeoutError, CoordinatorSilent) as error:
-                await self._log_outage(error)
+                self._log_outage(error)
             else:
                 log.info("leaving the cluster: %s", left.reason)
                 if left.exit_process:
@@ -197,7 +205,7 @@ class CoordinatorClient:
                 case unknown:
                     log.warning("ignored unknown coordinator message %r", unknown)
 
-    async def _log_outage(self, error: Exception) -> None:
+    def _log_outage(self, error: Exception) -> None:
         """Log once per kind of outage. Raises JoinRefused where retrying cannot help."""
         kind = "TIMEOUT"
         if isinstance(error, grpc.aio.AioRpcError):
@@ -211,10 +219,22 @@ class CoordinatorClient:
         if self._is_leaving:
             log.info("the connection to the coordinator at %s ended (%s)", self._coordinator, reason)
             return
-        if not isinstance(error, CoordinatorSilent):
-            cause = await unreachable_cause(self._coordinator, self._transport)
-            reason = reason if cause == SILENT else cause
-            kind = kind if cause == SILENT else cause
+        if isinstance(error, CoordinatorSilent):
+            self._log_waiting(kind, reason)
+        elif self._naming is None or self._naming.done():
+            # Beside the next tries, which need not wait for it.
+            self._naming = asyncio.create_task(self._name_cause(kind, reason))
+
+    async def _name_cause(self, kind: str, reason: str) -> None:
+        cause = await unreachable_cause(self._coordinator, self._transport)
+        if self._connection is not None or self._is_leaving:
+            return
+        if cause == SILENT:
+            self._log_waiting(kind, reason)
+        else:
+            self._log_waiting(cause, cause)
+
+    def _log_waiting(self, kind: str, reason: str) -> None:
         if self._logged_outage != kind:
             log.info("waiting for the coordinator at %s: %s", self._coordinator, reason)
             self._logged_outage = kind

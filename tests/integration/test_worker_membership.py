@@ -312,7 +312,7 @@ async def test_a_worker_waits_for_its_coordinator_and_logs_it_once(assignment: A
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
-        watch = LogWatch(f"waiting for the coordinator at {address}")
+        watch = LogWatch(f"waiting for the coordinator at {address}: nothing listens there")
         logger = logging.getLogger("stage_worker.coordinator_client")
         logger.addHandler(watch)
         logger.setLevel(logging.INFO)
