@@ -35,7 +35,7 @@ def test_a_skip_fails_with_strict(strict: str, summary: str, tmp_path: Path) -> 
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "deploy" / "conftest.py").read_text())
     (tmp_path / "test_skipped.py").write_text(SKIPPED)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    environment = {**os.environ, "STRICT": strict}
+    environment = {**os.environ, "STRICT": strict, "PYTHONPATH": str(ROOT)}
     finished = subprocess.run(
         [*command, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
