@@ -447,7 +447,7 @@ class _CallObject:
         if value is None:
             text = "{}"
         elif isinstance(value, str):  # JSON within a string
-            text = value
+            text = whole_characters(value)
         if not is_json_object(text):
             return False
         self._early = text

@@ -279,6 +279,7 @@ HALF_PAIRS = {
     ARGUMENTS + '{"a": "\\ud83d"}}': '{"a": "\\ufffd"}',
     ARGUMENTS + '{"a": "\\ud83d\\ude00\\ude00\\ud83dx"}}': '{"a": "\\ud83d\\ude00\\ufffd\\ufffdx"}',
     ARGUMENTS + '"{\\"a\\": \\"\\ud83d\\"}"}': '{"a": "\ufffd"}',
+    ARGUMENTS + '"{\\"a\\": \\"\\\\ud83d\\"}"}': '{"a": "\\ufffd"}',
     ARGUMENTS + '{"a": "\\ud83d\\n"}}': '{"a": "\\ufffd\\n"}',
 }
 
