@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TypeVar
-from urllib.parse import unquote
 
-from wire.foreign_text import parse_digits
+from text.schema_references import Place, referenced_place
 
 _Rule = TypeVar("_Rule")
 Rules = Mapping[_Rule, Sequence[AbstractSet[_Rule]]]
@@ -195,17 +194,8 @@ def check_schema(schema: Mapping[str, object]) -> None:
     for node, place in places.items():
         if node in endless:
             raise ValueError(
-                f"the schema at {_pointer(place)} refers to itself without end: no finite JSON satisfies it"
+                f"the schema at {place.pointer} refers to itself without end: no finite JSON satisfies it"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A schema with the way to it."""
-
-    schema: Mapping[str, object]
-    parent: _Place | None = None
-    step: str = ""
 
 
 _MANY = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -215,11 +205,11 @@ _Node = tuple[int, str]
 """A schema's id and, for its `anyOf` or `oneOf`, the keyword."""
 
 
-def _schema_rules(schema: Mapping[str, object]) -> tuple[dict[_Node, list[set[_Node]]], dict[_Node, _Place]]:
+def _schema_rules(schema: Mapping[str, object]) -> tuple[dict[_Node, list[set[_Node]]], dict[_Node, Place]]:
     """Rules of all schemas that `schema` reaches, and where they are, nearest first."""
     rules: dict[_Node, list[set[_Node]]] = {}
-    places: dict[_Node, _Place] = {}
-    found = deque([_Place(schema)])
+    places: dict[_Node, Place] = {}
+    found = deque([Place(schema)])
     while found:
         place = found.popleft()
         node = (id(place.schema), "")
@@ -227,7 +217,7 @@ def _schema_rules(schema: Mapping[str, object]) -> tuple[dict[_Node, list[set[_N
             continue
         places[node] = place
         found.extend(_children(place))
-        if (target := _target(schema, place.schema)) is not None:
+        if (target := referenced_place(schema, place.schema)) is not None:
             found.append(target)
         rules[node] = [_needed(schema, place.schema)]
         for keyword in ("anyOf", "oneOf"):
@@ -236,19 +226,19 @@ def _schema_rules(schema: Mapping[str, object]) -> tuple[dict[_Node, list[set[_N
     return rules, places
 
 
-def _children(place: _Place) -> Iterator[_Place]:
+def _children(place: Place) -> Iterator[Place]:
     for keyword in (*_MANY, *_NAMED, *_ONE):
         value = place.schema.get(keyword)
         if keyword in _ONE and isinstance(value, dict):
-            yield _Place(value, place, keyword)
+            yield Place(value, place, keyword)
         elif keyword in _NAMED and isinstance(value, dict):
-            holder = _Place(value, place, keyword)
-            yield from (_Place(each, holder, name) for name, each in value.items() if isinstance(each, dict))
+            holder = Place(value, place, keyword)
+            yield from (Place(each, holder, name) for name, each in value.items() if isinstance(each, dict))
         elif isinstance(value, list):
-            holder = _Place({}, place, keyword)
+            holder = Place({}, place, keyword)
             for index, each in enumerate(value):
                 if isinstance(each, dict):
-                    yield _Place(each, holder, str(index))
+                    yield Place(each, holder, str(index))
 
 
 def _needed(root: Mapping[str, object], schema: Mapping[str, object]) -> set[_Node]:
@@ -258,7 +248,7 @@ def _needed(root: Mapping[str, object], schema: Mapping[str, object]) -> set[_No
     }
     if isinstance(every := schema.get("allOf"), list):
         needed |= _nodes(every)
-    if (target := _target(root, schema)) is not None:
+    if (target := referenced_place(root, schema)) is not None:
         needed |= _nodes([target.schema])
     if schema.get("type") in ("object", ["object"]):
         needed |= _nodes(_required(schema))
@@ -285,38 +275,3 @@ def _least_items(schema: Mapping[str, object]) -> list[object]:
     first = first if isinstance(first, list) else []
     rest = [schema.get("items")] if least > len(first) else []
     return [*first[:least], *rest]
-
-
-def _target(root: Mapping[str, object], schema: Mapping[str, object]) -> _Place | None:
-    """The schema that `$ref` names by a JSON pointer, or by the `$id` of the root."""
-    reference = schema.get("$ref")
-    if not isinstance(reference, str):
-        return None
-    base, _, pointer = reference.partition("#")
-    if base not in ("", root.get("$id")):
-        return None
-    place, node = _Place(root), root
-    for step in unquote(pointer).split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        value = _member(node, name)
-        if not isinstance(value, dict | list):
-            return None
-        node = value  # type: ignore[assignment]
-        place = _Place(value if isinstance(value, dict) else {}, place, name)
-    return place if isinstance(node, dict) else None
-
-
-def _member(node: object, name: str) -> object:
-    if isinstance(node, list):
-        index = parse_digits(name, limit=len(node) - 1)
-        return None if index is None else node[index]
-    return node.get(name) if isinstance(node, dict) else None
-
-
-def _pointer(place: _Place) -> str:
-    steps: list[str] = []
-    at: _Place | None = place
-    while at is not None and at.parent is not None:
-        steps.append(at.step)
-        at = at.parent
-    return "/".join(["#", *reversed(steps)])

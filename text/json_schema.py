@@ -15,6 +15,7 @@ from llguidance import LLMatcher
 
 from text.endless import check_schema
 from text.json_text import check_depth, read_json
+from text.schema_references import DEFINITIONS, NAMED_SCHEMAS, VALUES, referenced
 
 _DRAFTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
 _SINCE = {
@@ -40,11 +41,8 @@ _FOREIGN = {
     "extends": 'draft 3; use "allOf"',
     "disallow": "draft 3",
 }
-_DEFINITIONS = ("$defs", "definitions")
-_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", *_DEFINITIONS, "dependentSchemas"})
 _MAX_DIGITS = 4300
 """What Python converts by default."""
-_VALUES = frozenset({"enum", "const", "default", "example", "examples", "required", "x-guidance"})
 _ANNOTATIONS = frozenset(
     {"$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 )
@@ -102,8 +100,10 @@ def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]
     return known
 
 
-def readable_schema(schema: object) -> dict[str, Any]:
+def readable_schema(schema: object, root: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a schema without what demands nothing, for llguidance to compile.
+
+    References are looked up in `root`, which is `schema` by default.
 
     Raises ValueError, with the place, for keywords that would be ignored, and for schemas without an end.
     """
@@ -112,7 +112,7 @@ def readable_schema(schema: object) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise ValueError("a schema must be an object, or true")
     check_depth(json.dumps(schema))
-    found: dict[str, Any] = _without_neutral(schema)
+    found: dict[str, Any] = _without_neutral(schema, schema if root is None else root)
     _check_keywords(found)
     check_schema(found)
     return found
@@ -172,9 +172,10 @@ class _Parts:
     """
 
     def __init__(self, schema: Mapping[str, Any], budget: ValidationBudget) -> None:
+        self._root = schema
         self._context: dict[str, object] = {
             keyword: {name: {} for name in value}
-            for keyword in _DEFINITIONS
+            for keyword in DEFINITIONS
             if isinstance(value := schema.get(keyword), dict)
         }
         if "$schema" in schema:
@@ -213,9 +214,9 @@ class _Parts:
         return kept
 
     def _enforced_value(self, keyword: str, value: object) -> object:
-        if keyword in _VALUES:
+        if keyword in VALUES:
             return value
-        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
             return self._enforced_named(value)
         if isinstance(value, list):
             return [self.enforced(child) if isinstance(child, dict) else child for child in value]
@@ -246,7 +247,7 @@ class _Parts:
         whole = {**part, **self._context}
         self._budget.spend(len(json.dumps(whole)))
         try:
-            return not _flaw(readable_schema(whole))
+            return not _flaw(readable_schema(whole, self._root))
         except ValueError:
             return False
 
@@ -254,9 +255,9 @@ class _Parts:
 def _children(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], object]]:
     """The schemas right below a schema, and the steps of the way to each."""
     for keyword, value in schema.items():
-        if keyword in _VALUES:
+        if keyword in VALUES:
             continue
-        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
             yield from (((keyword, name), child) for name, child in value.items())
         elif keyword in _LISTED_SCHEMAS and isinstance(value, list):
             yield from (((keyword, str(index)), child) for index, child in enumerate(value))
@@ -320,46 +321,64 @@ def _subschemas(node: object, pointer: str) -> Iterator[tuple[str, dict[str, Any
     yield pointer, node
     for keyword, value in node.items():
         at = f"{pointer}/{_escaped(keyword)}"
-        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
             for name, child in value.items():
                 yield from _subschemas(child, f"{at}/{_escaped(name)}")
-        elif keyword not in _VALUES:
+        elif keyword not in VALUES:
             yield from _subschemas(value, at)
 
 
-def _without_neutral(node: Any) -> Any:
+def _without_neutral(node: Any, root: Mapping[str, Any]) -> Any:
     """Return the schemas in `node` without the keywords whose values demand nothing."""
     if isinstance(node, list):
-        return [_without_neutral(item) for item in node]
+        return [_without_neutral(item, root) for item in node]
     if not isinstance(node, dict):
         return node
     kept: dict[str, Any] = {}
     for keyword, value in node.items():
         is_neutral = _NEUTRAL.get(keyword)
-        if is_neutral is not None and is_neutral(value, node):
+        if is_neutral is not None and is_neutral(value, node, root):
             continue
-        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
-            kept[keyword] = {name: _without_neutral(child) for name, child in value.items()}
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+            kept[keyword] = {name: _without_neutral(child, root) for name, child in value.items()}
         else:
-            kept[keyword] = value if keyword in _VALUES else _without_neutral(value)
+            kept[keyword] = value if keyword in VALUES else _without_neutral(value, root)
     return kept
 
 
-def _accepts_all(schema: object) -> bool:
-    return schema is True or (isinstance(schema, dict) and schema.keys() <= _ANNOTATIONS)
+def _demands(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the keywords of a schema that demand something; None if it is none, or allows nothing.
+
+    A schema that only refers to another one demands what that does.
+    """
+    seen: set[int] = set()
+    while isinstance(schema, dict):
+        demands = {keyword: value for keyword, value in schema.items() if keyword not in _ANNOTATIONS}
+        target = referenced(root, demands)
+        if demands.keys() != {"$ref"} or target is None or id(target) in seen:
+            return demands
+        seen.add(id(target))
+        schema = target
+    return {} if schema is True else None
 
 
-def _accepts_all_strings(schema: object) -> bool:
-    if not isinstance(schema, dict):
-        return schema is True
-    demands = {keyword: value for keyword, value in schema.items() if keyword not in _ANNOTATIONS}
+def _accepts_all(schema: object, root: Mapping[str, Any]) -> bool:
+    return _demands(schema, root) == {}
+
+
+def _accepts_all_strings(schema: object, root: Mapping[str, Any]) -> bool:
+    if (found := _demands(schema, root)) is None:
+        return False
+    demands = dict(found)
     types = demands.pop("type", "string")
     has_strings = types == "string" or (isinstance(types, list) and "string" in types)
     return has_strings and (not demands or demands == {"minLength": 0})
 
 
-def _accept_all(schemas: object) -> bool:
-    return isinstance(schemas, dict) and all(each == [] or _accepts_all(each) for each in schemas.values())
+def _accept_all(schemas: object, root: Mapping[str, Any]) -> bool:
+    return isinstance(schemas, dict) and all(
+        each == [] or _accepts_all(each, root) for each in schemas.values()
+    )
 
 
 def _needs_none(schema: Mapping[str, Any]) -> bool:
@@ -367,27 +386,29 @@ def _needs_none(schema: Mapping[str, Any]) -> bool:
     return schema.get("minContains") == 0 and "maxContains" not in schema
 
 
-_NEUTRAL: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
-    "uniqueItems": lambda value, _: value is False,
-    "nullable": lambda value, _: value is False,
-    "required": lambda value, _: value is False,
-    "not": lambda value, _: value is False,
-    "$recursiveAnchor": lambda value, _: value is False,
-    "anyOf": lambda value, _: value == [],
-    "oneOf": lambda value, _: value == [],
-    "disallow": lambda value, _: value == [],
-    "extends": lambda value, _: value in ([], {}),
-    "propertyNames": lambda value, _: _accepts_all_strings(value),
-    "unevaluatedItems": lambda value, _: _accepts_all(value),
-    "unevaluatedProperties": lambda value, _: _accepts_all(value),
-    "dependencies": lambda value, _: _accept_all(value),
-    "dependentRequired": lambda value, _: _accept_all(value),
-    "dependentSchemas": lambda value, _: _accept_all(value),
-    "if": lambda _, schema: all(_accepts_all(schema.get(branch, True)) for branch in ("then", "else")),
-    "then": lambda value, schema: _accepts_all(value) or "if" not in schema,
-    "else": lambda value, schema: _accepts_all(value) or "if" not in schema,
-    "contains": lambda _, schema: _needs_none(schema),
-    "minContains": lambda _, schema: "contains" not in schema or _needs_none(schema),
-    "maxContains": lambda _, schema: "contains" not in schema,
+_NEUTRAL: Mapping[str, Callable[[Any, Mapping[str, Any], Mapping[str, Any]], bool]] = {
+    "uniqueItems": lambda value, *_: value is False,
+    "nullable": lambda value, *_: value is False,
+    "required": lambda value, *_: value is False,
+    "not": lambda value, *_: value is False,
+    "$recursiveAnchor": lambda value, *_: value is False,
+    "anyOf": lambda value, *_: value == [],
+    "oneOf": lambda value, *_: value == [],
+    "disallow": lambda value, *_: value == [],
+    "extends": lambda value, *_: value in ([], {}),
+    "propertyNames": lambda value, _, root: _accepts_all_strings(value, root),
+    "unevaluatedItems": lambda value, _, root: _accepts_all(value, root),
+    "unevaluatedProperties": lambda value, _, root: _accepts_all(value, root),
+    "dependencies": lambda value, _, root: _accept_all(value, root),
+    "dependentRequired": lambda value, _, root: _accept_all(value, root),
+    "dependentSchemas": lambda value, _, root: _accept_all(value, root),
+    "if": lambda _, schema, root: all(
+        _accepts_all(schema.get(branch, True), root) for branch in ("then", "else")
+    ),
+    "then": lambda value, schema, root: _accepts_all(value, root) or "if" not in schema,
+    "else": lambda value, schema, root: _accepts_all(value, root) or "if" not in schema,
+    "contains": lambda _, schema, __: _needs_none(schema),
+    "minContains": lambda _, schema, __: "contains" not in schema or _needs_none(schema),
+    "maxContains": lambda _, schema, __: "contains" not in schema,
 }
 """Keywords that llguidance or a newer draft does not have, and their values that every JSON satisfies."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from gateway.parsers.events import EventWriter
 from gateway.parsers.source import Markers, Reading, TextSource
 from text.json_text import HALF_CHARACTER, is_json_object, parse_json, whole_characters
+from text.schema_types import SchemaTypes, properties_of, type_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,13 +314,15 @@ class _ArgumentsWriter:
     def __init__(self, reader: AnswerReader, name: str) -> None:
         self._writer = reader.writer
         tool = reader.tools.get(name)
-        properties = None if tool is None or tool.parameters is None else tool.parameters.get("properties")
-        self._properties = properties if isinstance(properties, dict) else {}
+        schema = {} if tool is None or tool.parameters is None else tool.parameters
+        self._types = SchemaTypes(schema)
+        self._properties = properties_of(schema)
         self._separator = "{"
         reader.start(name)
 
     def add(self, key: str, text: str) -> None:
-        value = argument_json(text, self._properties.get(key))
+        allowed = self._types.allowed(self._properties.get(key))
+        value = argument_json(text, allowed.types)
         self._writer.arguments(f"{self._separator}{json.dumps(key, ensure_ascii=False)}: {value}")
         self._separator = ", "
 
@@ -331,48 +335,16 @@ class _ArgumentsWriter:
         self._writer.content("".join(value))
 
 
-def argument_json(text: str, schema: object) -> str:
-    """Return an argument that stands without quotes as JSON, by the types that its schema allows."""
-    types = types_of(schema)
+def argument_json(text: str, types: AbstractSet[str]) -> str:
+    """Return an argument that stands without quotes as JSON of one of these types."""
     word = _PYTHON_WORDS.get(text.strip(), text)
     value = parse_json(word)
-    if isinstance(value, str) or (types and not _is_any(value, types)):
+    if isinstance(value, str) or not type_names(value) & types:
         return json.dumps(text, ensure_ascii=False)
     return whole_characters(word.strip())
 
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-_PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
-    "array": (list,),
-    "boolean": (bool,),
-    "integer": (int,),
-    "null": (type(None),),
-    "number": (int, float),
-    "object": (dict,),
-}
-
-
-def types_of(schema: object) -> set[str]:
-    """Return the names of the types that a schema names, in unions too; nothing for any type."""
-    if not isinstance(schema, dict):
-        return set()
-    named, values = schema.get("type"), schema.get("enum")
-    names = named if isinstance(named, list) else [named]
-    types = {name for name in names if isinstance(name, str)}
-    if not types and isinstance(values, list) and all(isinstance(value, str) for value in values):
-        return {"string"}
-    for keyword in ("anyOf", "oneOf"):
-        branches = schema.get(keyword)
-        for branch in branches if isinstance(branches, list) else ():
-            types |= types_of(branch)
-    return types
-
-
-def _is_any(value: object, types: set[str]) -> bool:
-    """Whether the value is of one of these types, of which a string is the one without quotes."""
-    if isinstance(value, bool):
-        return "boolean" in types
-    return any(isinstance(value, _PYTHON_TYPES.get(name, ())) for name in types)
 
 
 def _read_call_object(reader: AnswerReader) -> Reading[bool]:

@@ -9,20 +9,39 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.parsers.answer import ReasoningTags
-from gateway.parsers.calls import ToolDefinition, types_of
+from gateway.parsers.calls import ToolDefinition
 from gateway.parsers.families import ToolFormat
 from text.grammars import MAX_DEFINITION_BYTES, WHITE_SPACE
 from text.json_schema import ValidationBudget, enforced_parts, enforced_schema
+from text.schema_references import referenced, standing_alone
+from text.schema_types import Allowed, SchemaTypes, layers, properties_of
 from text.tokenizer import TextCodec
 
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _CALL_WHITE_SPACE = r"[\x20\x0A]{1,4}"
 """White space between the JSON tokens of arguments, which no user reads: models write one space or none."""
-_RAW_STRING_KEYWORDS = frozenset({"pattern", "format", "minLength", "maxLength", "allOf", "not"})
+_TEXT_DEMANDS = frozenset(
+    {
+        "additionalItems", "additionalProperties", "contains", "dependencies", "dependentRequired",
+        "dependentSchemas", "exclusiveMaximum", "exclusiveMinimum", "format", "if", "items", "maximum",
+        "maxItems", "maxLength", "maxProperties", "minimum", "minItems", "minLength", "minProperties",
+        "multipleOf", "not", "pattern", "patternProperties", "prefixItems", "properties", "propertyNames",
+        "required", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
+    }
+)  # fmt: skip
+"""What cannot be enforced of a value that may be any string, as it has no quotes."""
+_PARTED_DEMANDS = frozenset(
+    {
+        "anyOf", "const", "dependencies", "dependentRequired", "dependentSchemas", "enum", "if",
+        "maxProperties", "minProperties", "not", "oneOf", "patternProperties",
+    }
+)  # fmt: skip
+"""What cannot be enforced of an object whose members the model writes one by one."""
 
 
 class UnenforceableSchema(ValueError):
@@ -169,35 +188,22 @@ class _GrammarWriter:
         self, index: int, tool: ToolDefinition, schema: Mapping[str, Any], markup: tuple[str, str, str]
     ) -> Iterator[str]:
         """Arguments that stand one by one, in the order of the schema."""
-        listed, required = schema.get("properties", {}), schema.get("required", ())
-        properties = {key: value for key, value in listed.items() if value is not False}
+        if tool.is_strict:
+            _check_parted(index, schema)
+        required, types = _required(schema), SchemaTypes(schema)
+        properties = {key: value for key, value in properties_of(schema).items() if value is not False}
         names = [f"value_{index}_{number}" for number in range(len(properties))]
         parts = [name if key in required else f"{name}?" for name, key in zip(names, properties, strict=True)]
         yield f"arguments_{index}: " + (" ".join(parts) or '""')
-        definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         for name, (key, value) in zip(names, properties.items(), strict=True):
-            begin = self._literal(f"{markup[0]}{key}{markup[1]}")
-            types = types_of(value)
-            if types and "string" not in types:
-                argument = _json({**value, **definitions}, _CALL_WHITE_SPACE)
-                yield f"{name}: {begin} {argument} {self._literal(markup[2])}"
-            elif choices := _choices(value):
-                texts = " | ".join(json.dumps(choice) for choice in choices)
-                yield f"{name}: {begin} ({texts}) {self._literal(markup[2])}"
-            else:
-                self._check_string(index, tool, key, value)
-                yield f"{name}: {begin} {name}_text"
-                yield self._until(f"{name}_text", markup[2])
-
-    def _check_string(self, index: int, tool: ToolDefinition, key: str, value: object) -> None:
-        if (
-            tool.is_strict
-            and isinstance(value, dict)
-            and (found := sorted(_RAW_STRING_KEYWORDS & value.keys()))
-        ):
-            raise UnenforceableSchema(
-                index, f"{found[0]!r} of {key!r}, which the model writes without quotes"
-            )
+            begin, end = self._literal(f"{markup[0]}{key}{markup[1]}"), self._literal(markup[2])
+            if forms := _forms(value, schema, types.allowed(value)):
+                yield f"{name}: {begin} ({' | '.join(forms)}) {end}"
+                continue
+            if tool.is_strict:
+                _check_text(index, key, value, schema)
+            yield f"{name}: {begin} {name}_text"
+            yield self._until(f"{name}_text", markup[2])
 
     def _until(self, name: str, end: str) -> str:
         """A rule: any text up to `end` and with it, which may begin or end with white space."""
@@ -237,12 +243,56 @@ def _json(schema: Mapping[str, Any], white_space: str = WHITE_SPACE) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
-def _choices(value: object) -> list[str]:
-    """The texts of a property that has a fixed set of them."""
-    if not isinstance(value, dict):
+def _forms(value: object, root: Mapping[str, Any], allowed: Allowed) -> list[str]:
+    """The forms of a value without quotes: its strings, and JSON of other types; none if it is any string."""
+    if allowed.strings is None or not isinstance(value, dict):
         return []
-    choices = value.get("enum", [value["const"]] if "const" in value else [])
-    return choices if all(isinstance(choice, str) for choice in choices) else []
+    forms = [json.dumps(text) for text in allowed.strings]
+    others = allowed.types - {"string"}
+    if "number" in others:
+        others -= {"integer"}
+    if others:
+        schema = standing_alone(value, root)
+        limits = {"type": sorted(others)} if forms else {}
+        forms.append(_json({**schema, **limits}, _CALL_WHITE_SPACE))
+    return forms
+
+
+def _required(schema: Mapping[str, Any]) -> set[str]:
+    lists = (layer.get("required") for layer in layers(schema, schema, ("allOf",)))
+    return {name for names in lists if isinstance(names, list) for name in names if isinstance(name, str)}
+
+
+def _check_parted(index: int, schema: Mapping[str, Any]) -> None:
+    """Raise UnenforceableSchema for what the members of an object have to satisfy together."""
+    names: set[str] = set()
+    for layer in layers(schema, schema, ("allOf",)):
+        properties = layer.get("properties", {})
+        found = "allOf" if names & properties.keys() else _demanded(layer, schema, _PARTED_DEMANDS)
+        if found:
+            raise UnenforceableSchema(index, f"{found!r} of arguments that the model writes one by one")
+        names |= properties.keys()
+
+
+def _check_text(index: int, key: str, value: object, root: Mapping[str, Any]) -> None:
+    """Raise UnenforceableSchema for what a value has to satisfy that may be any string."""
+    for layer in layers(value, root, ("allOf", "anyOf", "oneOf")):
+        values = [*layer.get("enum", ()), *([layer["const"]] if "const" in layer else [])]
+        has_values = any(isinstance(value, int | float | list | dict) for value in values)
+        if found := "enum" if has_values else _demanded(layer, root, _TEXT_DEMANDS):
+            raise UnenforceableSchema(index, f"{found!r} of {key!r}, which the model writes without quotes")
+
+
+def _demanded(schema: Mapping[str, Any], root: Mapping[str, Any], keywords: AbstractSet[str]) -> str | None:
+    """Return the first of the keywords that demands something, or `$ref` to what is not found."""
+    if "$ref" in schema and referenced(root, schema) is None:
+        return "$ref"
+    found = (keyword for keyword in sorted(keywords & schema.keys()))
+    return next((keyword for keyword in found if not _is_neutral(schema[keyword])), None)
+
+
+def _is_neutral(value: object) -> bool:
+    return value is True or value == {} or value == []
 
 
 def _regex(text: str) -> str:

@@ -1,17 +1,19 @@
 """Tool calls in the markup of model families, with every cut of the text."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.parsers.answer import finish_reason
-from gateway.parsers.calls import argument_json
+from gateway.parsers.calls import ToolDefinition, argument_json
 from gateway.parsers.events import ParsedAnswer, ToolCallArguments, ToolCallStart, call_id
 from gateway.parsers.families import TOOL_FORMATS
 from gateway.parsers.source import MAX_HELD_CHARACTERS, MAX_NAME_CHARACTERS
 from tests.unit.gateway.parsers.answers import all_cuts, cut, new_parser, parse
+from text.schema_types import SchemaTypes
 
 PARIS = {"city": "Paris"}
 OSLO = {"city": "Oslo", "days": 3}
@@ -249,13 +251,82 @@ def test_values_without_quotes_follow_the_schema() -> None:
             assert answer.calls[0].arguments == f'{{"{key}": {value}}}'
 
 
+def argument(text: str, schema: object, definitions: dict[str, Any] | None = None) -> str:
+    return argument_json(text, SchemaTypes({"$defs": definitions or {}}).allowed(schema).types)
+
+
 def test_the_types_of_a_value_may_be_a_union() -> None:
-    assert argument_json("3", {"anyOf": [{"type": "integer"}, {"type": "null"}]}) == "3"
-    assert argument_json("null", {"type": ["string", "null"]}) == "null"
-    assert argument_json("3", {"enum": ["3", "4"]}) == '"3"'
-    assert argument_json("NaN", {"type": "number"}) == '"NaN"'
-    assert argument_json("True", {"type": "string"}) == '"True"'
-    assert argument_json("true", {"type": "integer"}) == '"true"'
+    assert argument("3", {"anyOf": [{"type": "integer"}, {"type": "null"}]}) == "3"
+    assert argument("null", {"type": ["string", "null"]}) == "null"
+    assert argument("3", {"enum": ["3", "4"]}) == '"3"'
+    assert argument("NaN", {"type": "number"}) == '"NaN"'
+    assert argument("True", {"type": "string"}) == '"True"'
+    assert argument("true", {"type": "integer"}) == '"true"'
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"const": "5"}, "5", '"5"'),
+        ({"const": 5}, "5", "5"),
+        ({"enum": ["1", None]}, "1", '"1"'),
+        ({"enum": ["1", None]}, "null", "null"),
+        ({"anyOf": [{"const": "1"}, {"const": "2"}]}, "1", '"1"'),
+        ({"allOf": [{"type": "string"}]}, "1", '"1"'),
+        ({"allOf": [{"type": ["string", "number"]}, {"type": "integer"}]}, "1.5", '"1.5"'),
+        ({"anyOf": [{}, {"type": "null"}]}, "5", "5"),
+        ({"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]}, '{"x": 1}', '{"x": 1}'),
+        ({"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]}, "null", "null"),
+        ({"$ref": "#/$defs/point"}, "5", '"5"'),
+        ({"$ref": "#/$defs/word"}, "5", '"5"'),
+        ({"$ref": "#/$defs/loop"}, "5", "5"),
+        ({"$ref": "#/$defs/none"}, "5", "5"),
+        ({"$ref": "other.json#/$defs/word"}, "5", "5"),
+        ({"type": "number"}, "5", "5"),
+        ({"type": "integer"}, "5.5", '"5.5"'),
+        ({"type": "string", "const": 5}, "5", "5"),
+    ],
+)
+def test_types_are_those_that_the_schema_allows_through_its_references(
+    schema: object, text: str, value: str
+) -> None:
+    definitions = {
+        "point": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        "word": {"allOf": [{"$ref": "#/$defs/text"}]},
+        "text": {"type": "string"},
+        "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "string"}]},
+    }
+    assert argument(text, schema, definitions) == value
+
+
+def test_long_and_branching_chains_of_references_have_an_end() -> None:
+    def chain(length: int, branches: int) -> dict[str, Any]:
+        links = {
+            str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * branches, "title": "x"} for n in range(length)
+        }
+        return {**links, str(length): {"type": "string"}}
+
+    assert argument("5", {"$ref": "#/$defs/0"}, chain(30, 3)) == '"5"'
+    assert argument("5", {"$ref": "#/$defs/0"}, chain(5000, 1)) == "5"
+
+
+@pytest.mark.parametrize("family", ["glm45", "qwen3_coder"])
+@pytest.mark.parametrize("place", ["properties", "$ref", "allOf"])
+def test_values_without_quotes_follow_definitions_of_the_schema(family: str, place: str) -> None:
+    properties = {"b": {"anyOf": [{"$ref": "#/definitions/P"}, {"type": "null"}]}}
+    arguments = {"type": "object", "properties": properties}
+    definitions = {"P": {"type": "object"}, "Arguments": arguments}
+    reference = {"$ref": "#/definitions/Arguments"}
+    whole = {"properties": arguments, "$ref": reference, "allOf": {"allOf": [reference]}}[place]
+    tool = ToolDefinition("clock", {**whole, "definitions": definitions})
+    texts = {
+        "glm45": "<tool_call>clock\n<arg_key>b</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+        "qwen3_coder": "<tool_call>\n<function=clock>\n<parameter=b>\n%s\n</parameter>\n"
+        "</function>\n</tool_call>",
+    }
+    for value in ('{"x": 1}', "null"):
+        answer = parse(new_parser(family, tools=[tool]), [texts[family] % value])
+        assert json.loads(answer.calls[0].arguments) == {"b": json.loads(value)}
 
 
 @pytest.mark.parametrize(
@@ -270,8 +341,8 @@ def test_the_types_of_a_value_may_be_a_union() -> None:
     ],
 )
 def test_a_schema_of_wrong_types_allows_any_value(schema: object) -> None:
-    assert argument_json("5", schema) == "5"
-    assert argument_json("five", schema) == '"five"'
+    assert argument("5", schema) == "5"
+    assert argument("five", schema) == '"five"'
 
 
 NAME, ARGUMENTS = '{"name": "\\ud83d", "arguments": {}}', '{"name": "clock", "arguments": '
@@ -298,8 +369,8 @@ def test_a_name_with_half_of_a_surrogate_pair_is_no_call(family: str) -> None:
 
 
 def test_half_of_a_surrogate_pair_in_a_value_without_quotes_is_replaced() -> None:
-    assert argument_json('{"a": "\\ud83d"}', {"type": "object"}) == '{"a": "\\ufffd"}'
-    assert argument_json('"\\ud83d"', {}) == '"\\"\\\\ud83d\\""'
+    assert argument('{"a": "\\ud83d"}', {"type": "object"}) == '{"a": "\\ufffd"}'
+    assert argument('"\\ud83d"', {}) == '"\\"\\\\ud83d\\""'
 
 
 def test_mistrals_ids_are_short_and_the_same_at_each_parse() -> None:

@@ -186,6 +186,120 @@ def test_values_without_quotes_follow_their_types(model: Model, family: str) -> 
     assert not accepts(c="t", a="x")
 
 
+RAW_CALLS = {
+    "glm45": "<tool_call>clock\n<arg_key>b</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=clock>\n<parameter=b>\n%s\n</parameter>\n</function>\n"
+    "</tool_call>",
+}
+NULL = {"type": "null"}
+DEFINITIONS = {
+    "flag": {"type": "boolean"},
+    "point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+    "words": {"type": "array", "items": {"$ref": "#/$defs/word"}},
+    "word": {"enum": ["up", "down"]},
+    "tree": {
+        "type": "object",
+        "properties": {"left": {"$ref": "#/$defs/tree"}, "at": {"$ref": "#/$defs/point"}},
+    },
+}
+
+
+@pytest.mark.parametrize("family", RAW_CALLS)
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"anyOf": [{"$ref": "#/$defs/flag"}, NULL]}, ("true", "null"), ("yes", "3")),
+        ({"$ref": "#/$defs/point"}, ('{"x": 1}',), ('{"x": "1"}', "{}", "text")),
+        ({"anyOf": [{"$ref": "#/$defs/point"}, NULL]}, ('{"x": 1}', "null"), ('{"x": "1"}', "text")),
+        ({"$ref": "#/$defs/words"}, ('["up"]', "[]"), ('["left"]', "up")),
+        ({"anyOf": [{"$ref": "#/$defs/word"}, NULL]}, ("up", "null"), ("left", "3", '"up"')),
+        ({"anyOf": [{"const": "up"}, {"const": 3}]}, ("up", "3"), ("left", "4")),
+        ({"$ref": "#/$defs/tree"}, ('{"left": {"at": {"x": 1}}}',), ('{"left": {"at": {"x": "1"}}}',)),
+        ({"allOf": [{"$ref": "#/$defs/word"}]}, ("up",), ("left",)),
+        ({"type": "array", "items": {"$ref": "#/properties/c"}}, ("[true]",), ('["true"]',)),
+        ({"anyOf": [STRING, NULL]}, ("text", "null", "3"), ()),
+    ],
+)
+def test_strict_values_without_quotes_follow_definitions_of_the_schema(
+    family: str,
+    schema: dict[str, Any],
+    right: tuple[str, ...],
+    wrong: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    properties = {"b": schema, "c": {"type": "boolean"}}
+    whole = {"type": "object", "$defs": DEFINITIONS, "properties": properties, "required": ["b"]}
+    forced = ForcedCalls(tools=[ToolDefinition("clock", whole, is_strict=True)])
+    model = Model(tmp_path)
+    for value in right:
+        assert model.accepts(family, forced, RAW_CALLS[family] % value)
+    for value in wrong:
+        assert not model.accepts(family, forced, RAW_CALLS[family] % value)
+
+
+@pytest.mark.parametrize("family", RAW_CALLS)
+def test_values_without_quotes_are_forced_where_the_schema_itself_is_a_reference(
+    family: str, tmp_path: Path
+) -> None:
+    arguments = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]}
+    schema = {"$ref": "#/definitions/A", "definitions": {"A": arguments}}
+    model = Model(tmp_path)
+    for is_strict in (True, False):
+        forced = ForcedCalls(tools=[ToolDefinition("clock", schema, is_strict=is_strict)])
+        assert model.accepts(family, forced, RAW_CALLS[family] % "true")
+        assert not model.accepts(family, forced, RAW_CALLS[family] % "yes")
+        assert not model.accepts(family, forced, EMPTY_CALL[family])
+
+
+@pytest.mark.parametrize("family", RAW_CALLS)
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"properties": {"b": {"$ref": "#/$defs/s"}}}, "'pattern' of 'b'"),
+        ({"properties": {"b": {"anyOf": [STRING, {"$ref": "#/$defs/list"}]}}}, "'items' of 'b'"),
+        ({"properties": {"b": {"anyOf": [STRING, {"type": "integer", "minimum": 1}]}}}, "'minimum' of 'b'"),
+        ({"properties": {"b": {"anyOf": [STRING, {"const": 5}]}}}, "'enum' of 'b'"),
+        ({"properties": {"b": {"$ref": "#s"}}}, "'\\$ref' of 'b'"),
+        (
+            {"properties": {"b": STRING}, "required": ["b"], "minProperties": 2},
+            "'minProperties' of arguments",
+        ),
+        ({"anyOf": [{"properties": {"b": STRING}}]}, "'anyOf' of arguments"),
+    ],
+)
+def test_what_cannot_be_enforced_of_strict_values_without_quotes_is_named(
+    family: str, schema: dict[str, Any], reason: str
+) -> None:
+    definitions = {
+        "s": {"$anchor": "s", "type": "string", "pattern": "x"},
+        "list": {"type": "array", "items": STRING},
+    }
+    tool = ToolDefinition("clock", {"type": "object", "$defs": definitions, **schema}, is_strict=True)
+    with pytest.raises(UnenforceableSchema, match=reason):
+        call_grammar(TOOL_FORMATS[family], ForcedCalls(tools=[tool]))
+
+
+def test_names_of_properties_that_refer_to_any_string_are_enforced_as_any(tmp_path: Path) -> None:
+    value = {
+        "type": "object",
+        "propertyNames": {"$ref": "#/$defs/k"},
+        "additionalProperties": {"type": "integer"},
+    }
+    definitions = {"k": {"$ref": "#/$defs/s"}, "s": {"type": "string", "title": "Key"}}
+    schema = {"$defs": definitions, "properties": {"b": value}, "required": ["b"]}
+    model = Model(tmp_path)
+    for extra, is_strict in (({}, True), ({"not": {"type": "null"}}, False)):
+        tool = ToolDefinition("clock", {**schema, **extra}, is_strict=is_strict)
+        forced = ForcedCalls(tools=[tool])
+        text = '{"name": "clock", "arguments": {"b": {"any": %s}}}'
+        assert model.accepts("json", forced, text % "5")
+        assert not model.accepts("json", forced, text % '"x"')
+    definitions["s"]["pattern"] = "^k"
+    strict = ToolDefinition("clock", schema, is_strict=True)
+    with pytest.raises(UnenforceableSchema, match="propertyNames"):
+        call_grammar(TOOL_FORMATS["json"], ForcedCalls(tools=[strict]))
+
+
 BEYOND_THE_LIBRARY = {
     "nullable": {"type": "string", "enum": ["x", "y"], "nullable": True},
     "propertyNames": {"type": "object", "propertyNames": {"pattern": "^k"}},
