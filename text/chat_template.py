@@ -133,7 +133,7 @@ class _Rendering:
                 return self._render_contents(form)
             except BadConversation as error:
                 problem = problem or error
-                if error.lost_role not in (None, *_SYSTEM_ROLES):
+                if error.lost_role not in (None, "assistant", *_SYSTEM_ROLES):
                     break  # the other forms change nothing about it
         assert problem is not None
         raise problem
@@ -168,19 +168,22 @@ class _Rendering:
         """
         probe = _Probe(messages)
         text = self._apply(probe.messages)
-        lost = {**probe.lost(text), **self._lost_arguments(probe.lost_arguments(text), messages)}
+        lost = {**probe.lost(text), **probe.lost_arguments(text), **self._lost_calls(messages)}
         is_system_lost = bool(lost) and all(messages[index]["role"] in _SYSTEM_ROLES for index in lost)
         num_asked = _num_up_to_user(messages)
         if is_system_lost and 0 < num_asked < len(messages):
             return self._lost(messages[:num_asked])
         return lost
 
-    def _lost_arguments(self, lost: dict[int, str], messages: Sequence[Message]) -> dict[int, str]:
-        """Return `lost`; nothing if the template renders no calls at all, whatever their arguments are."""
-        if not lost:
-            return lost
-        objects = _Probe(messages, wraps_arguments=True)
-        return {} if objects.lost_arguments(self._apply(objects.messages)) else lost
+    def _lost_calls(self, messages: Sequence[Message]) -> dict[int, str]:
+        """`_lost` for calls; none if the template rejects marked names or values, which it looks at then."""
+        probe = _CallProbe(messages)
+        if not probe.has_calls:
+            return {}
+        try:
+            return probe.lost(self._apply(probe.messages))
+        except BadConversation:
+            return {}
 
     def _apply(self, messages: Sequence[Message]) -> str:
         options = self._options
@@ -211,13 +214,11 @@ class _Probe:
     """A conversation with a number on both sides of each text, which shows the texts that a template renders.
 
     Numbers arrive however a template trims, escapes or encodes a text. These texts have to arrive: contents,
-    from beginning to end, and arguments of calls that are strings. Two are left out on purpose: the beginning
-    of an assistant's message, where reasoning stands, and the text beside its calls (Llama 3, Mistral).
+    from beginning to end, and arguments of calls that are strings. Left out on purpose is the beginning of an
+    assistant's message, where reasoning stands.
     """
 
-    def __init__(self, messages: Sequence[Message], *, wraps_arguments: bool = False) -> None:
-        """`wraps_arguments` makes arguments that are a string the member of an object."""
-        self._wraps_arguments = wraps_arguments
+    def __init__(self, messages: Sequence[Message]) -> None:
         self._contents: list[_Needed] = []
         self._arguments: list[_Needed] = []
         self._num_probes = 0
@@ -253,8 +254,7 @@ class _Probe:
         name = f"the text of message {index + 1} (role {reprlib.repr(message['role'])})"
         if message["role"] != "assistant":
             self._contents.append((begin, index, name))
-        if message["role"] != "assistant" or not message.get("tool_calls"):
-            self._contents.append((end, index, name))
+        self._contents.append((end, index, name))
         return f"{begin}{text}{end}"
 
     def _marked_call(self, index: int, call: object) -> object:
@@ -262,12 +262,70 @@ class _Probe:
             return call
         begin, end = self._new_probe(), self._new_probe()
         self._arguments += [(probe, index, _arguments_name(index, call)) for probe in (begin, end)]
-        marked = f"{begin}{text}{end}"
-        return _with_arguments(call, {"arguments": marked} if self._wraps_arguments else marked)
+        return _with_arguments(call, f"{begin}{text}{end}")
 
     def _new_probe(self) -> str:
         self._num_probes += 1
         return f"{_PROBE}{self._num_probes:08d}"
+
+
+class _CallProbe:
+    """A conversation with a number in the name and in each argument of each call.
+
+    Of a call, one argument has to arrive; its name, or what stands for an argument, where it has none. A
+    template may render the arguments that it knows, without the name.
+    """
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._num_probes = 0
+        self._needed: list[tuple[list[str], int, str]] = []
+        self.messages = [self._marked(index, message) for index, message in enumerate(messages)]
+
+    @property
+    def has_calls(self) -> bool:
+        return bool(self._needed)
+
+    def lost(self, text: str) -> dict[int, str]:
+        """Return the messages with a call that is not in `text`, by index, with a name of the call."""
+        arrived = set(_PROBES.findall(text))
+        return {index: name for probes, index, name in self._needed if arrived.isdisjoint(probes)}
+
+    def _marked(self, index: int, message: Message) -> Message:
+        return _with_calls(message, lambda call: self._marked_call(index, call))
+
+    def _marked_call(self, index: int, call: object) -> object:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict):
+            return call
+        begin, arguments = self._num_probes, function.get("arguments")
+        marked: Message = {"arguments": self._marked_value(arguments)}
+        if self._num_probes == begin:
+            marked = {"name": f"{function.get('name')}{self._new_probe()}"}
+            if isinstance(arguments, dict):
+                marked["arguments"] = {**arguments, "arguments": self._new_probe()}
+        probes = [self._probe(number + 1) for number in range(begin, self._num_probes)]
+        name = f"{reprlib.repr(function.get('name'))} with {reprlib.repr(arguments)} in message {index + 1}"
+        self._needed.append((probes, index, f"the call {name}"))
+        return {**call, "function": {**function, **marked}}
+
+    def _marked_value(self, value: Any) -> Any:
+        """Mark texts and whole numbers, which stay what they are."""
+        if isinstance(value, dict):
+            return {key: self._marked_value(child) for key, child in value.items()}
+        if isinstance(value, list):
+            return [self._marked_value(child) for child in value]
+        if isinstance(value, str):
+            return f"{value}{self._new_probe()}"
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        return int(self._new_probe()) if is_number else value
+
+    def _new_probe(self) -> str:
+        self._num_probes += 1
+        return self._probe(self._num_probes)
+
+    @staticmethod
+    def _probe(number: int) -> str:
+        return f"{_PROBE}{number:08d}"
 
 
 def _not_in(text: str, needed: Sequence[_Needed]) -> dict[int, str]:
@@ -278,7 +336,7 @@ def _not_in(text: str, needed: Sequence[_Needed]) -> dict[int, str]:
 def _left_out(name: str, role: object) -> BadConversation:
     return BadConversation(
         f"{name} does not reach the prompt: the chat template leaves it out. "
-        "Give the message a role that the template renders, or serve another template (--chat-template)",
+        "Send it as text of a role that the template renders, or serve another template (--chat-template)",
         lost_role=str(role),
     )
 
@@ -325,7 +383,8 @@ def _with_arguments(call: Any, arguments: object) -> Any:
 
 
 def _with_object_arguments(call: Any) -> Any:
-    return call if _text_arguments(call) is None else _with_arguments(call, {})
+    text = _text_arguments(call)
+    return call if text is None else _with_arguments(call, {"arguments": text})
 
 
 def _with_json_arguments(call: Any) -> Any:
@@ -366,13 +425,28 @@ def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """Yield the conversation as it is, and then as templates take it that reject it or lose a text of it.
 
     Some take one system message, at the beginning (Qwen 3.5), and messages of the user and the assistant in
-    turn (Gemma, Mistral), and some take the arguments of calls as JSON (DeepSeek R1).
+    turn (Gemma, Mistral), some take the arguments of calls as JSON (DeepSeek R1), and some render no text
+    beside calls (Llama 3), which is a message of its own then.
     """
     for form in _system_forms(messages):
-        yield form
-        as_json = [_with_calls(message, _with_json_arguments) for message in form]
-        if as_json != form:
-            yield as_json
+        for apart in (form, _with_texts_apart(form)):
+            if apart is form or len(apart) > len(form):
+                yield apart
+                as_json = [_with_calls(message, _with_json_arguments) for message in apart]
+                if as_json != apart:
+                    yield as_json
+
+
+def _with_texts_apart(messages: Sequence[Message]) -> list[Message]:
+    """Make the text beside calls a message before them."""
+    apart: list[Message] = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls and joined(message.get("content")).strip():
+            apart.append({key: value for key, value in message.items() if key != "tool_calls"})
+            message = {"role": message["role"], "content": "", "tool_calls": calls}
+        apart.append(message)
+    return apart
 
 
 def _system_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:

@@ -79,6 +79,13 @@ JSON_ARGUMENTS = (
     "{{ call.function.name + '(' + call.function.arguments + ')' }}{% endfor %}{% endfor %}"
 )
 ANY_ARGUMENTS = JSON_ARGUMENTS.replace("call.function.arguments +", "call.function.arguments | tojson +")
+CALLS_OR_TEXT = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+NAME_OR_TEXT = CALLS_OR_TEXT.replace(
+    "{{ m.tool_calls[0].function | tojson }}", "[{{ m.tool_calls[0].function.name }}]"
+)
 
 Message = dict[str, Any]
 SYSTEM, LATE = {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be kind."}
@@ -195,7 +202,7 @@ def test_a_text_that_does_not_reach_the_prompt_is_refused_with_its_message(
         (
             SYSTEM_WITH_LAST_USER,
             (SYSTEM, AGAIN, call({"x": 1}, "Let me see."), RESULT),
-            "<user>Go on.<calls>",
+            "<user>Go on.<assistant>Let me see.<calls>",
         ),
         (PLAIN, ({**USER, "content": " \n"},), "<user>"),
     ],
@@ -227,7 +234,61 @@ def test_arguments_that_are_no_object_are_passed_as_text_or_the_call_is_named(ar
             f"arguments {arguments!r} of the call 'weather' in message 2 are no JSON object, and the chat "
             "template renders only objects: send an object"
         )
-    assert render(PLAIN, *messages) == "<user>a<assistant><tool>5"
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, {"x": "y"}, {}, {"x": True}, "[1]", {"x": [{"y": ["z"]}]}])
+def test_a_call_that_does_not_reach_the_prompt_is_refused_by_name(arguments: object) -> None:
+    for template in (
+        PLAIN,
+        IN_TURN.replace("(m.role == 'user')", "(m.role != 'assistant')"),
+        WITHOUT_REASONING,
+    ):
+        text = refusal(template, USER, call(arguments), RESULT)
+        assert text.startswith("the call 'weather' with ")
+        assert "in message 2 does not reach the prompt" in text
+        assert "--chat-template" in text
+
+
+def test_arguments_that_do_not_reach_the_prompt_beside_the_name_are_refused() -> None:
+    assert refusal(NAME_OR_TEXT, USER, call({"x": 1}), RESULT).startswith(
+        "the call 'weather' with {'x': 1} in message 2 does not reach the prompt"
+    )
+    assert render(NAME_OR_TEXT, USER, call({}), RESULT) == "<user>a<assistant>[weather]<tool>5"
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"x": 1}, {"x": "y", "z": 2.5}, {"x": True}, {"x": None}, {"x": [{"y": ["é"]}]}, {}]
+)
+@pytest.mark.parametrize("template", [OBJECT_ARGUMENTS, JSON_ARGUMENTS, ANY_ARGUMENTS, CALLS_OR_TEXT])
+def test_calls_that_reach_the_prompt_in_any_form_are_served(template: str, arguments: object) -> None:
+    assert render(template, USER, call(arguments), RESULT, ANSWER, AGAIN).endswith("Yes.<user>Go on.")
+
+
+def test_a_text_beside_a_call_is_a_message_of_its_own_where_the_template_renders_one_of_them() -> None:
+    beside = call({"x": 1}, "IMPORTANT TEXT")
+    assert render(CALLS_OR_TEXT, USER, beside, RESULT) == (
+        '<user>a<assistant>IMPORTANT TEXT<assistant>{"name": "weather", "arguments": {"x": 1}}<tool>5'
+    )
+    assert render(JSON_ARGUMENTS, USER, beside) == '<user>a<assistant>IMPORTANT TEXTweather({"x": 1})'
+    parted = {**beside, "content": parts("one", "two")}
+    assert "<assistant>one\ntwo<assistant>" in render(CALLS_OR_TEXT, SYSTEM, LATE, USER, parted, RESULT)
+
+
+def test_a_text_beside_a_call_that_cannot_be_a_message_of_its_own_is_refused() -> None:
+    template = CALLS_OR_TEXT.replace(
+        "<{{ m.role }}>",
+        "{% if loop.previtem and loop.previtem.role == m.role %}{{ raise_exception('No.') }}{% endif %}",
+    )
+    assert refusal(template, USER, call({"x": 1}, "IMPORTANT TEXT"), RESULT).startswith(
+        "the text of message 2 (role 'assistant') does not reach the prompt"
+    )
+
+
+@pytest.mark.parametrize("content", ["<think>Hm.</think>\n\nYes.", "<think>Hm.</think>", " \n"])
+def test_reasoning_beside_a_call_may_be_left_out(content: str) -> None:
+    template = ANY_ARGUMENTS.replace("m.content }}", "m.content.split('</think>')[-1].strip() }}")
+    found = render(template, USER, call({"x": 1}, content), RESULT)
+    assert found == f'<user>a<assistant>{"Yes." if "Yes" in content else ""}weather({{"x": 1}})<tool>5'
 
 
 def test_arguments_are_json_where_the_template_takes_no_object() -> None:
