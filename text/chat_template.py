@@ -20,6 +20,7 @@ PARTS_BETWEEN = "\n"
 """Between the parts of a content that is rendered as a string."""
 _MESSAGES_BETWEEN = "\n\n"
 _SYSTEM_ROLES = ("system", "developer")
+_REASONING_END = "</think>"
 
 Message: TypeAlias = dict[str, Any]
 
@@ -215,7 +216,7 @@ class _Probe:
 
     Numbers arrive however a template trims, escapes or encodes a text. These texts have to arrive: contents,
     from beginning to end, and arguments of calls that are strings. Left out on purpose is the beginning of an
-    assistant's message, where reasoning stands.
+    assistant's message, where reasoning stands, and reasoning alone beside calls.
     """
 
     def __init__(self, messages: Sequence[Message]) -> None:
@@ -254,7 +255,8 @@ class _Probe:
         name = f"the text of message {index + 1} (role {reprlib.repr(message['role'])})"
         if message["role"] != "assistant":
             self._contents.append((begin, index, name))
-        self._contents.append((end, index, name))
+        if not message.get("tool_calls") or _after_reasoning(text):
+            self._contents.append((end, index, name))
         return f"{begin}{text}{end}"
 
     def _marked_call(self, index: int, call: object) -> object:
@@ -426,15 +428,23 @@ def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
 
     Some take one system message, at the beginning (Qwen 3.5), and messages of the user and the assistant in
     turn (Gemma, Mistral), some take the arguments of calls as JSON (DeepSeek R1), and some render no text
-    beside calls (Llama 3), which is a message of its own then.
+    beside calls (Llama 3).
     """
-    for form in _system_forms(messages):
-        for apart in (form, _with_texts_apart(form)):
-            if apart is form or len(apart) > len(form):
-                yield apart
-                as_json = [_with_calls(message, _with_json_arguments) for message in apart]
-                if as_json != apart:
-                    yield as_json
+    for system_form in _system_forms(messages):
+        for form in _call_forms(system_form):
+            yield form
+            as_json = [_with_calls(message, _with_json_arguments) for message in form]
+            if as_json != form:
+                yield as_json
+
+
+def _call_forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    yield messages
+    if len(apart := _with_texts_apart(messages)) == len(messages):
+        return
+    yield apart
+    if len(turns := _with_one_text_a_turn(apart)) < len(apart):
+        yield turns
 
 
 def _with_texts_apart(messages: Sequence[Message]) -> list[Message]:
@@ -442,11 +452,35 @@ def _with_texts_apart(messages: Sequence[Message]) -> list[Message]:
     apart: list[Message] = []
     for message in messages:
         calls = message.get("tool_calls")
-        if calls and joined(message.get("content")).strip():
+        if calls and _after_reasoning(joined(message.get("content"))):
             apart.append({key: value for key, value in message.items() if key != "tool_calls"})
-            message = {"role": message["role"], "content": "", "tool_calls": calls}
-        apart.append(message)
+            apart.append({"role": message["role"], "content": "", "tool_calls": calls})
+        else:
+            apart.append(message)
     return apart
+
+
+def _with_one_text_a_turn(messages: Sequence[Message]) -> list[Message]:
+    """Join the assistant's texts between two messages of the user in the last one."""
+    turns: list[list[Message]] = [[]]
+    for message in messages:
+        if message.get("role") == "user":
+            turns.append([])
+        turns[-1].append(message)
+    return [message for turn in turns for message in _with_one_text(turn)]
+
+
+def _with_one_text(turn: Sequence[Message]) -> Iterator[Message]:
+    texts = [each for each in turn if each.get("role") == "assistant" and not each.get("tool_calls")]
+    for message in turn:
+        if texts and message is texts[-1]:
+            yield {**message, "content": _texts_of(texts)}
+        elif message.get("role") != "assistant" or message.get("tool_calls"):
+            yield message
+
+
+def _after_reasoning(text: str) -> str:
+    return text.rpartition(_REASONING_END)[2].strip()
 
 
 def _system_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:

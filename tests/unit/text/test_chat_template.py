@@ -274,6 +274,19 @@ def test_a_text_beside_a_call_is_a_message_of_its_own_where_the_template_renders
     assert "<assistant>one\ntwo<assistant>" in render(CALLS_OR_TEXT, SYSTEM, LATE, USER, parted, RESULT)
 
 
+def test_texts_beside_calls_join_the_answer_of_their_turn_where_turns_alternate() -> None:
+    alternating = (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}"
+        "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+        "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('In turn.') }}{% endif %}"
+        "{% set ns.n = ns.n + 1 %}{% endif %}"
+    )
+    template = CALLS_OR_TEXT.replace("{% for m in messages %}", alternating)
+    found = render(template, USER, call({"x": 1}, "Let me see."), RESULT, ANSWER, AGAIN)
+    assert found.endswith("<tool>5<assistant>Let me see.\n\nYes.<user>Go on.")
+    assert found.startswith('<user>a<assistant>{"name": "weather"')
+
+
 def test_a_text_beside_a_call_that_cannot_be_a_message_of_its_own_is_refused() -> None:
     template = CALLS_OR_TEXT.replace(
         "<{{ m.role }}>",
@@ -288,6 +301,8 @@ def test_a_text_beside_a_call_that_cannot_be_a_message_of_its_own_is_refused() -
 def test_reasoning_beside_a_call_may_be_left_out(content: str) -> None:
     template = ANY_ARGUMENTS.replace("m.content }}", "m.content.split('</think>')[-1].strip() }}")
     found = render(template, USER, call({"x": 1}, content), RESULT)
+    if "Yes" not in content:
+        assert render(CALLS_OR_TEXT, USER, call({}, content)) == render(CALLS_OR_TEXT, USER, call({}))
     assert found == f'<user>a<assistant>{"Yes." if "Yes" in content else ""}weather({{"x": 1}})<tool>5'
 
 
