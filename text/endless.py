@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from text.schema_references import Place, referenced_place
+from text.schema_references import SchemaPlace, referenced_place
 
 _Rule = TypeVar("_Rule")
 Rules = Mapping[_Rule, Sequence[AbstractSet[_Rule]]]
@@ -205,11 +205,13 @@ _Node = tuple[int, str]
 """A schema's id and, for its `anyOf` or `oneOf`, the keyword."""
 
 
-def _schema_rules(schema: Mapping[str, object]) -> tuple[dict[_Node, list[set[_Node]]], dict[_Node, Place]]:
+def _schema_rules(
+    schema: Mapping[str, object],
+) -> tuple[dict[_Node, list[set[_Node]]], dict[_Node, SchemaPlace]]:
     """Rules of all schemas that `schema` reaches, and where they are, nearest first."""
     rules: dict[_Node, list[set[_Node]]] = {}
-    places: dict[_Node, Place] = {}
-    found = deque([Place(schema)])
+    places: dict[_Node, SchemaPlace] = {}
+    found = deque([SchemaPlace(schema)])
     while found:
         place = found.popleft()
         node = (id(place.schema), "")
@@ -226,19 +228,21 @@ def _schema_rules(schema: Mapping[str, object]) -> tuple[dict[_Node, list[set[_N
     return rules, places
 
 
-def _children(place: Place) -> Iterator[Place]:
+def _children(place: SchemaPlace) -> Iterator[SchemaPlace]:
     for keyword in (*_MANY, *_NAMED, *_ONE):
         value = place.schema.get(keyword)
         if keyword in _ONE and isinstance(value, dict):
-            yield Place(value, place, keyword)
+            yield SchemaPlace(value, place, keyword)
         elif keyword in _NAMED and isinstance(value, dict):
-            holder = Place(value, place, keyword)
-            yield from (Place(each, holder, name) for name, each in value.items() if isinstance(each, dict))
+            holder = SchemaPlace(value, place, keyword)
+            yield from (
+                SchemaPlace(each, holder, name) for name, each in value.items() if isinstance(each, dict)
+            )
         elif isinstance(value, list):
-            holder = Place({}, place, keyword)
+            holder = SchemaPlace({}, place, keyword)
             for index, each in enumerate(value):
                 if isinstance(each, dict):
-                    yield Place(each, holder, str(index))
+                    yield SchemaPlace(each, holder, str(index))
 
 
 def _needed(root: Mapping[str, object], schema: Mapping[str, object]) -> set[_Node]:

@@ -18,24 +18,24 @@ VALUES = frozenset({"enum", "const", "default", "example", "examples", "required
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SchemaPlace:
     """A schema with the way to it."""
 
     schema: Mapping[str, object]
-    parent: Place | None = None
+    parent: SchemaPlace | None = None
     step: str = ""
 
     @property
     def pointer(self) -> str:
         steps: list[str] = []
-        at: Place | None = self
+        at: SchemaPlace | None = self
         while at is not None and at.parent is not None:
             steps.append(at.step)
             at = at.parent
         return "/".join(["#", *reversed(steps)])
 
 
-def referenced_place(root: Mapping[str, object], schema: Mapping[str, object]) -> Place | None:
+def referenced_place(root: Mapping[str, object], schema: Mapping[str, object]) -> SchemaPlace | None:
     """Return the schema that `$ref` names by a JSON pointer, or by the `$id` of the root."""
     reference = schema.get("$ref")
     if not isinstance(reference, str):
@@ -45,14 +45,14 @@ def referenced_place(root: Mapping[str, object], schema: Mapping[str, object]) -
         return None
     if pointer and not pointer.startswith("/"):
         return None
-    place, node = Place(root), root
+    place, node = SchemaPlace(root), root
     for step in unquote(pointer).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         value = _member(node, name)
         if not isinstance(value, dict | list):
             return None
         node = value  # type: ignore[assignment]
-        place = Place(value if isinstance(value, dict) else {}, place, name)
+        place = SchemaPlace(value if isinstance(value, dict) else {}, place, name)
     return place if isinstance(node, dict) else None
 
 
