@@ -36,10 +36,17 @@ class _Parser(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self._num_parts = self._num_bytes = 0
+        self.is_head = False
+        """The request is a HEAD, whose response has no body (RFC 9110, 9.3.2)."""
+
+    def start_next_cycle(self) -> None:
+        super().start_next_cycle()
+        self.is_head = False
 
     def next_event(self) -> Any:
         event = super().next_event()
         if type(event) is h11.Request:
+            self.is_head = event.method == b"HEAD"
             _check_framing(event)
         elif type(event) is h11.Data:
             self._num_parts += 1
@@ -81,7 +88,7 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, *arguments: Any, connections: HttpConnections, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.conn = _Parser()
+        self.conn = self._parser = _Parser()
         self._application: Any = self.app
         self.app = self._serve
         self._counted, self._limits = connections, connections.limits
@@ -184,7 +191,8 @@ class HttpProtocol(H11Protocol):
                 (b"connection", b"close"),
             ]
             head = h11.Response(status_code=status, headers=headers, reason=status.phrase.encode())
-            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            content = () if self._parser.is_head else (h11.Data(data=body),)
+            for event in (head, *content, h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         if self.cycle is not None:  # what its application sends goes nowhere
             self.cycle.disconnected = True

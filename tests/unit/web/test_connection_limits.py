@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -107,6 +107,12 @@ class Connection:
                 body = await self._reader.readexactly(int(length.split()[1]))
         return status, body.decode() if status == 200 else json.loads(body)["error"]["message"]
 
+    async def rest(self) -> tuple[bytes, bytes]:
+        """Head and body of the last response of a connection that the server closes."""
+        async with asyncio.timeout(DEADLINE_S):
+            head, _, body = (await self._reader.read()).partition(b"\r\n\r\n")
+        return head, body
+
     async def is_closed(self) -> bool:
         async with asyncio.timeout(DEADLINE_S):
             return await self._reader.read() == b""
@@ -195,6 +201,20 @@ async def test_a_head_that_trickles_in_is_not_waited_for(begin: bytes, part: byt
         assert (await connection.response())[0] == status
         await connection.close()
         await trickling
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [((b"Content-Length: 5", b"Transfer-Encoding: chunked"), 400), ((b"Content-Length: 5",), 408)],
+    ids=["lengths", "pause"],
+)
+async def test_a_refused_head_has_a_response_without_a_body(headers: Sequence[bytes], status: int) -> None:
+    async with serving() as address:
+        connection = await Connection.to(address, request(*headers).replace(b"POST", b"HEAD", 1))
+        head, body = await connection.rest()
+        assert (head.split()[1], body) == (b"%d" % status, b"")
+        assert b"content-length: " in head
+        await connection.close()
 
 
 async def test_a_body_that_trickles_in_is_not_waited_for() -> None:
