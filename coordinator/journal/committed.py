@@ -30,13 +30,15 @@ class CommittedState:
 
     `damage` tells why the log's end is not what a stopped process leaves, None if it is.
     `may_be_power_loss` means that a power failure of the host, which may write the log in any order, leaves
-    such an end. `has_log_mode`: the file's header says that it has a log.
+    such an end. `has_log_mode`: the file's header says that it has a log. `has_log`: there is one, with at
+    least one frame.
     """
 
     image: bytes
     damage: str | None = None
     may_be_power_loss: bool = False
     has_log_mode: bool = True
+    has_log: bool = True
 
 
 def committed_state(path: Path) -> CommittedState:
@@ -49,7 +51,7 @@ def committed_state(path: Path) -> CommittedState:
     if database[_VERSIONS_AT] != _WITH_LOG:
         return CommittedState(database, has_log_mode=False)  # another program's, or without tables
     if len(log) < _HEADER.size:
-        return CommittedState(_openable(database))
+        return CommittedState(_openable(database), has_log=False)
     if not any(log):
         return CommittedState(_openable(database), "its log has no content", may_be_power_loss=True)
     return _Log(log).applied_to(database)
@@ -74,8 +76,9 @@ class _Frame:
     """A page in the log. `num_pages` is the database's size if the frame ends a transaction, else 0.
 
     `is_valid`: SQLite would read it if all before it are valid. `is_whole`: its checksum is right, counted
-    from the one in the frame before it. `is_of_log`: it is not from the log before, which SQLite overwrites.
-    `is_former`: its salts are those that SQLite changes into this log's when the log begins again.
+    from the one in the frame before it, perhaps for another `num_pages`, and then `is_end`. `is_of_log`: its
+    salts or its checksum are of this log. `is_former`: its salts are those that SQLite changes into this
+    log's when the log begins again; frames of the former log follow until the first commit.
     """
 
     begin: int
@@ -83,8 +86,17 @@ class _Frame:
     num_pages: int
     is_valid: bool
     is_whole: bool
+    is_end: bool
     is_of_log: bool
     is_former: bool
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether a process that stops never leaves it behind an invalid frame or as one.
+
+        Frames of this log that end no transaction can be from a write that failed.
+        """
+        return not self.is_former and (self.is_end or not self.is_of_log)
 
 
 class _Log:
@@ -103,6 +115,8 @@ class _Log:
             raise ValueError("the header of its log does not match its checksum")
         self._content = content
         self._frame_bytes = _FRAME.size + self._page_bytes
+        one = struct.pack(f"{self._words}2I", 0, 1)
+        self._slopes = self._checksum_of(one + bytes(self._page_bytes), (0, 0))
         self._frames = list(self._read())
 
     def applied_to(self, database: bytes) -> CommittedState:
@@ -112,11 +126,11 @@ class _Log:
         image = _openable(self._image(database, self._frames[:num_valid]))
         lost = self._lost(num_valid)
         if lost is None:
-            return CommittedState(image)
+            return CommittedState(image, has_log=bool(self._frames))
         return CommittedState(
             image,
             f"frame {num_valid + 1} of {len(self._frames)} in its log is invalid, and frame {lost + 1} "
-            "was committed",
+            "was written completely",
             may_be_power_loss=self._may_be_unwritten(num_valid, lost),
         )
 
@@ -134,23 +148,22 @@ class _Log:
         return image
 
     def _lost(self, num_valid: int) -> int | None:
-        """Index of a frame that ended a transaction, at or behind the first invalid one; None without one.
+        """Index of a frame that was written completely, at or behind the first invalid one; None without one.
 
-        Such a frame was written completely if it is whole, or more was written behind it, or the file ends
-        with it: a process that stops while it writes a frame leaves a shorter file, or frames of the log
-        before behind it. A frame of zeros was lost by the file system.
+        It was if it is whole, or anything but the former log is behind it, or the file ends with it: a
+        process that stops while it writes a frame leaves a shorter file, or frames of the log before behind
+        it. A frame of zeros was lost by the file system.
         """
         for index in range(num_valid, len(self._frames)):
             frame = self._frames[index]
-            is_end = frame.is_of_log and frame.num_pages
-            if is_end and (frame.is_whole or not self._is_before_former_log(index)):
+            if frame.is_evidence and (frame.is_whole or not self._is_before_former_log(index)):
                 return index
             if index == num_valid and not any(self._bytes_of(frame)):
                 return index
         return None
 
     def _is_before_former_log(self, index: int) -> bool:
-        return index + 1 < len(self._frames) and not self._frames[index + 1].is_of_log
+        return index + 1 < len(self._frames) and self._frames[index + 1].is_former
 
     def _may_be_unwritten(self, first: int, last: int) -> bool:
         """Whether a block among these frames, or a sector of the log's last commit, has not been written."""
@@ -158,7 +171,7 @@ class _Log:
         end = frame.begin + self._frame_bytes
         if self._has_zeros(begin, end, _BLOCK_BYTES) or self._has_old_header(first, last):
             return True
-        is_last = not any(each.is_of_log and each.num_pages for each in self._frames[last + 1 :])
+        is_last = not any(each.is_evidence for each in self._frames[last + 1 :])
         # Free space of a page has zeros, too: they must not excuse the loss of more than its transaction.
         return is_last and not frame.is_whole and self._has_zeros(frame.begin, end, _SECTOR_BYTES)
 
@@ -185,17 +198,37 @@ class _Log:
         last = len(self._content) - self._frame_bytes
         for begin in range(_HEADER.size, last + 1, self._frame_bytes):
             page, num_pages, *salts, first, second = _FRAME.unpack_from(self._content, begin)
-            is_whole = page > 0 and self._frame_checksum(begin, before) == (first, second)
+            written = self._written_num_pages(begin, before, (first, second)) if page else None
+            is_whole = written is not None
             # A whole frame behind one of this log is of it, too, even if its salts are damaged.
             is_of_log = salts == self._salts or (is_whole and is_of_log)
             is_former = not is_of_log and self._is_former(*salts)
-            is_valid = is_whole and salts == self._salts
-            yield _Frame(begin, page, num_pages, is_valid, is_whole, is_of_log, is_former)
+            is_valid = written == num_pages and salts == self._salts
+            is_end = bool(num_pages or written)
+            yield _Frame(begin, page, num_pages, is_valid, is_whole, is_end, is_of_log, is_former)
             before = (first, second)
 
     def _is_former(self, count: int, number: int) -> bool:
         """Whether these are the salts before the last restart: it adds 1 to the first and draws the other."""
         return count == (self._salts[0] - 1) & _MASK and number != self._salts[1]
+
+    def _written_num_pages(self, begin: int, before: Checksum, checksum: Checksum) -> int | None:
+        """The `num_pages` with which the frame has this checksum; None without one.
+
+        Checksums are linear in each word. Their slopes in one word are Fibonacci numbers that follow each
+        other, of which one at least is odd and has an inverse.
+        """
+        rises = [
+            (right - other) & _MASK
+            for right, other in zip(checksum, self._frame_checksum(begin, before), strict=True)
+        ]
+        odd = 0 if self._slopes[0] & 1 else 1
+        rise = rises[odd] * pow(self._slopes[odd], -1, 1 << 32) & _MASK
+        is_solution = [rise * slope & _MASK for slope in self._slopes] == rises
+        if not is_solution:
+            return None
+        [word] = struct.unpack_from(f"{self._words}I", self._content, begin + 4)
+        return int.from_bytes(struct.pack(f"{self._words}I", (word + rise) & _MASK), "big")
 
     def _frame_checksum(self, begin: int, before: Checksum) -> Checksum:
         checksum = self._checksum_of(self._content[begin : begin + 8], before)

@@ -91,6 +91,24 @@ class FileLock:
         os.close(self._descriptor)
 
 
+def checkpoint(connection: sqlite3.Connection, mode: str) -> int:
+    """Copy the log into the database, which then says that a log follows; only the log denies it.
+
+    So a database whose log was lost differs from one that was closed, by whichever program.
+    Returns the number of pages in the log. Raises sqlite3.Error.
+    """
+    connection.execute("INSERT OR IGNORE INTO log_follows VALUES (1)")
+    _, num_pages, _ = connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
+    connection.execute("DELETE FROM log_follows")
+    return int(num_pages)
+
+
+def empty_log(connection: sqlite3.Connection) -> None:
+    """Copy the log into the database, which says that none follows, and empty it. Raises sqlite3.Error."""
+    connection.execute("DELETE FROM log_follows")
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
 class JournalFile:
     """A journal's file, locked. Read `committed` before `open`, which is the first to change the file."""
 
@@ -166,6 +184,10 @@ class JournalFile:
         """Close the file and release its locks. Call once."""
         if self._connection is not None:
             with suppress(sqlite3.Error):  # failed writes were already reported
+                # After a failed checkpoint; a log that is copied is written over, even if the disk is full.
+                self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+                self._connection.execute("DELETE FROM log_follows")
+            with suppress(sqlite3.Error):
                 self._connection.close()
         while self._locks:  # after the connection: closing the file releases SQLite's locks of it
             self._locks.pop().release()
@@ -236,11 +258,15 @@ class JournalFile:
         self, state: CommittedState, connection: sqlite3.Connection | None, boot_id: str
     ) -> None:
         """Raises JournalUnusable for lost transactions that no crash explains."""
-        if state.damage is None:
+        damage, may_be_power_loss = state.damage, state.may_be_power_loss
+        if not state.has_log and connection is not None and _says_log_follows(connection):
+            num_links = os.stat(self._file).st_nlink
+            damage, may_be_power_loss = _missing_log(self._file, num_links), num_links == 1
+        if damage is None:
             return
-        if not state.may_be_power_loss or is_same_boot(_anchor(connection), boot_id):
-            raise self.damaged(state.damage)
-        log.warning("journal %s: %s: the last steps before a power failure", self.path, state.damage)
+        if not may_be_power_loss or is_same_boot(_anchor(connection), boot_id):
+            raise self.damaged(damage)
+        log.warning("journal %s: %s: the last steps before a power failure", self.path, damage)
 
     def _check_rows(self, connection: sqlite3.Connection) -> None:
         """Raises JournalUnusable, ValueError or sqlite3.Error."""
@@ -260,6 +286,8 @@ class JournalFile:
         if self.committed is None:
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.execute("PRAGMA journal_mode = WAL")
+        if self.committed is not None:
+            empty_log(connection)
         with self.transaction() as changes:  # fails now, not at the first request, if the file is read-only
             if self.committed is None:
                 for statement in schema():
@@ -272,13 +300,31 @@ class JournalFile:
             elif (seal := _number(connection, "SELECT total FROM seal")) != self.rows.total:
                 raise ValueError(f"it has the seal {seal}, its checked copy {self.rows.total}")
             changes.put("meta", "clock", clock.encode())
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        checkpoint(connection, "PASSIVE")
         connection.execute(f"PRAGMA busy_timeout = {round(WRITER_BUSY_TIMEOUT_S * 1000)}")
 
 
 def _statements(connection: sqlite3.Connection) -> list[str]:
     query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL"
     return [statement for (statement,) in connection.execute(query)]
+
+
+def _says_log_follows(connection: sqlite3.Connection) -> bool:
+    """False for a database without the table, which other checks reject."""
+    try:
+        return _number(connection, "SELECT count(*) FROM log_follows") > 0
+    except sqlite3.OperationalError:
+        return False
+
+
+def _missing_log(file: Path, num_links: int) -> str:
+    name = f"{file.name}-wal"
+    if num_links > 1:
+        return (
+            f"its log {name} is missing or empty, and it has {num_links} names (hard links): continue it by "
+            "the name with which it was used"
+        )
+    return f"its log {name} is missing or empty, and its coordinator did not close it: restore {name}"
 
 
 def _anchor(connection: sqlite3.Connection | None) -> ClockAnchor | None:

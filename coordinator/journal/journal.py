@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coordinator.journal.clock import ClockAnchor, HostClocks, JournalClock
-from coordinator.journal.database import JournalFile, ServedIdentity
+from coordinator.journal.database import JournalFile, ServedIdentity, checkpoint, empty_log
 from coordinator.journal.records import (
     INVALID,
     AcceptedRequest,
@@ -68,13 +68,13 @@ class Checkpoints:
                 return
             running, self._running = self._running, None
             if running.result() > MOST_PAGES:
-                writer.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
+                checkpoint(writer, "RESTART")
         if self._num_pages >= EVERY_PAGES:
             self._num_pages = 0
             self._running = self._thread.submit(self._checkpoint)
 
     def probe(self) -> Future[None]:
-        """Write and delete `PROBE_BYTES`, and empty the log, on the thread. The future raises
+        """Empty the log, and write and delete `PROBE_BYTES`, on the thread. The future raises
         sqlite3.Error.
         """
         self._running = None
@@ -86,15 +86,15 @@ class Checkpoints:
 
     def _probe(self) -> None:
         with closing(self._connect()) as connection:
+            empty_log(connection)
             connection.execute("INSERT OR REPLACE INTO probe VALUES (1, zeroblob(?))", (PROBE_BYTES,))
             connection.execute("DELETE FROM probe")
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            checkpoint(connection, "PASSIVE")
 
     def _checkpoint(self) -> int:
         """Returns the number of pages in the log."""
         with closing(self._connect()) as connection:
-            _, num_pages, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-            return int(num_pages)
+            return checkpoint(connection, "PASSIVE")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,10 @@ _SUM_BITS = 2**64
 
 
 def schema() -> list[str]:
-    """Statements that create all tables. `probe` has no rows that anything reads."""
+    """Statements that create all tables.
+
+    `probe` has no rows that anything reads, `log_follows` one while a checkpoint runs.
+    """
     return [
         *(
             f"CREATE TABLE {table} ({', '.join(columns)}, checksum INTEGER NOT NULL)"
@@ -56,6 +59,7 @@ def schema() -> list[str]:
         ),
         "CREATE TABLE seal (number INTEGER PRIMARY KEY, total INTEGER NOT NULL)",
         "CREATE TABLE probe (number INTEGER PRIMARY KEY, data BLOB NOT NULL)",
+        "CREATE TABLE log_follows (number INTEGER PRIMARY KEY)",
     ]
 
 

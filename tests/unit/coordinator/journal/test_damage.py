@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,14 @@ from coordinator.journal.database import JournalFile
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import End, Entry, JournalledRequest, JournalUnusable, RequestProgress
 from coordinator.scheduler.sequence import FinishReason
-from tests.unit.coordinator.journal.journals import IDENTITY, accepted_request, crashed, host_clocks, opened
+from tests.unit.coordinator.journal.journals import (
+    IDENTITY,
+    accepted_request,
+    crashed,
+    host_clocks,
+    left_in,
+    opened,
+)
 from wire.ids import RequestId
 
 HEADER_BYTES, FRAME_BYTES = 32, 24 + 4096
@@ -147,6 +155,120 @@ def test_a_flipped_bit_in_any_part_of_a_frame_is_damage(
     assert_rejected(copy(after_kill, tmp_path / "flipped", flip), r"frame \d+ of \d+ in its log is invalid")
 
 
+@pytest.mark.parametrize("salt", [8, 12])
+@pytest.mark.parametrize("frame", [-2, -1])
+def test_a_frame_with_a_damaged_salt_and_a_damaged_page_is_damage(
+    after_kill: Path, tmp_path: Path, frame: int, salt: int
+) -> None:
+    def flip(log: bytearray) -> None:
+        begin = range(HEADER_BYTES, len(log), FRAME_BYTES)[frame]
+        log[begin + salt] ^= 1
+        log[begin + 24 + 4000] ^= 1
+
+    assert_rejected(copy(after_kill, tmp_path / "flipped", flip), r"frame \d+ of \d+ in its log is invalid")
+
+
+@pytest.mark.parametrize("salts", [b"", b"unknown!"])
+def test_a_last_commit_whose_number_of_pages_was_zeroed_is_damage(
+    after_kill: Path, tmp_path: Path, salts: bytes
+) -> None:
+    def change(log: bytearray) -> None:
+        begin = last_commit(log)
+        log[begin + 4 : begin + 8] = bytes(4)
+        log[begin + 8 : begin + 8 + len(salts)] = salts
+
+    path = copy(after_kill, tmp_path / "zeroed", change)
+    assert_rejected(path, r"in its log is invalid")
+    with pytest.raises(JournalUnusable, match="in its log is invalid"):
+        contents(path, AFTER_POWER_LOSS)
+
+
+def test_a_damaged_commit_before_frames_of_a_transaction_without_its_commit_is_damage(
+    after_kill: Path, tmp_path: Path
+) -> None:
+    def flip_and_append(log: bytearray) -> None:
+        begin = last_commit(log)
+        log += (3).to_bytes(4, "big") + bytes(4) + log[16:24] + bytes(8) + b"\x55" * 4096
+        log[begin + 8] ^= 1
+        log[begin + 24 + 4000] ^= 1
+
+    assert_rejected(copy(after_kill, tmp_path / "x", flip_and_append), "in its log is invalid")
+
+
+@pytest.mark.parametrize("num_bytes", [None, 0, 31, HEADER_BYTES, HEADER_BYTES + FRAME_BYTES - 1])
+def test_a_journal_that_was_not_closed_and_whose_log_is_missing_is_damage_under_the_same_boot(
+    after_kill: Path, tmp_path: Path, num_bytes: int | None
+) -> None:
+    path = crashed(after_kill, tmp_path / "lost", wal_bytes=num_bytes)
+    if num_bytes is None:
+        Path(f"{path}-wal").unlink()
+    assert_rejected(path, r"its log j\.db-wal is missing or empty")
+    assert contents(path, AFTER_POWER_LOSS) == []
+
+
+def test_a_missing_log_is_damage_after_checkpoints_too(tmp_path: Path) -> None:
+    path = tmp_path / "j.db"
+    journal = Journal(path, IDENTITY, NOW)
+    [request_id, *_] = write_some(journal)
+    for step in range(1200):
+        journal.add_step([Entry(request_id, 0, step)], at=float(step))
+        journal.trim()
+    left = crashed(path, tmp_path / "left")
+    journal.close()
+    Path(f"{left}-wal").unlink()
+    assert_rejected(left, r"its log j\.db-wal is missing or empty")
+
+
+def test_a_hard_link_does_not_hide_the_log_of_a_killed_coordinator(after_kill: Path, tmp_path: Path) -> None:
+    path = copy(after_kill, tmp_path / "x", None)
+    link = tmp_path / "x" / "hard.db"
+    os.link(path, link)
+    for clocks in (NOW, AFTER_POWER_LOSS):
+        with pytest.raises(JournalUnusable, match=r"hard\.db-wal is missing .* 2 names .* by the name with"):
+            contents(link, clocks)
+    assert len(contents(path)) == 4
+    assert len(contents(link)) == 4, "after an orderly stop"
+
+
+def test_a_killed_journal_that_another_program_has_opened_is_not_damage(
+    after_kill: Path, tmp_path: Path
+) -> None:
+    path = copy(after_kill, tmp_path / "x", None)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("SELECT count(*) FROM log").fetchone()
+    assert not Path(f"{path}-wal").exists()
+    assert len(contents(path)) == 4
+
+
+def test_every_state_between_the_writes_of_a_start_and_a_stop_can_be_continued(tmp_path: Path) -> None:
+    """Copies before each statement that SQLite executes: what a kill there leaves."""
+    path, copies = tmp_path / "j.db", list[Path]()
+    with opened(path) as journal:
+        journal.accept(accepted_request())
+    real = sqlite3.connect
+
+    class Recording(sqlite3.Connection):
+        def execute(self, sql: str, parameters: Any = ()) -> sqlite3.Cursor:
+            if not self.in_transaction:
+                copies.append(crashed(path, tmp_path / str(len(copies))))
+            return super().execute(sql, parameters)
+
+    def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        return real(*arguments, factory=Recording, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sqlite3, "connect", connect)
+        with opened(path) as journal:
+            journal.accept(accepted_request())
+            journal.probe().result()
+            journal.reconnect()
+            journal.set_epoch(3)
+    assert len(copies) > 20
+    counts = [len(left_in(each)) for each in copies]
+    assert counts == sorted(counts)
+    assert {counts[0], counts[-1]} == {1, 2}
+
+
 def test_a_flipped_bit_in_the_header_of_the_log_is_damage(after_kill: Path, tmp_path: Path) -> None:
     for offset in range(HEADER_BYTES):
 
@@ -219,8 +341,7 @@ def change(path: Path, statement: str) -> None:
 
 def test_a_log_cut_anywhere_restores_what_was_committed_before(after_kill: Path, tmp_path: Path) -> None:
     num_bytes = Path(f"{after_kill}-wal").stat().st_size
-    sizes = [0, 1, 31, 32, 40, HEADER_BYTES + FRAME_BYTES - 1, *range(9_000, num_bytes - 100, 25_000)]
-    sizes.append(num_bytes - 100)
+    sizes = [*range(HEADER_BYTES + FRAME_BYTES, num_bytes - 100, 25_000), num_bytes - 100]
     whole = contents(copy(after_kill, tmp_path / "whole", None))
     restored = [contents(crashed(after_kill, tmp_path / str(size), wal_bytes=size)) for size in sizes]
     for requests in restored:
@@ -250,14 +371,15 @@ def test_a_commit_that_was_cut_off_while_it_overwrote_a_former_log_is_not_damage
 ) -> None:
     def tear(log: bytearray) -> None:
         begin = last_commit(log)
-        log[begin + 1000 :] = b"\x55" * (FRAME_BYTES - 1000) + former_frame()
+        log[begin + 1000 :] = b"\x55" * (FRAME_BYTES - 1000) + former_frame(log)
 
     assert len(contents(copy(after_kill, tmp_path / "torn", tear))) == 4
 
 
-def former_frame() -> bytes:
-    """A frame whose salts are those of another log."""
-    return (3).to_bytes(4, "big") + bytes(4) + b"former12" + b"\x55" * (FRAME_BYTES - 16)
+def former_frame(log: bytes) -> bytes:
+    """A frame of the log before this one."""
+    count = (int.from_bytes(log[16:20], "big") - 1) % 2**32
+    return (3).to_bytes(4, "big") + bytes(4) + count.to_bytes(4, "big") + b"\x55" * (FRAME_BYTES - 12)
 
 
 def test_blocks_that_a_power_failure_left_unwritten_are_not_damage_after_it(

@@ -6,12 +6,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from coordinator.journal.journal import Journal
-from coordinator.journal.records import End
+from coordinator.journal.records import End, JournalUnusable
 from tests.properties import examples
 from tests.unit.coordinator.journal.journals import (
     IDENTITY,
@@ -19,9 +20,13 @@ from tests.unit.coordinator.journal.journals import (
     accepted_request,
     crashed,
     entries_of,
+    left_in,
     opened,
 )
 from wire.ids import RequestId
+
+LEAST_LOG_BYTES = 32 + 24 + 4096
+"""A header and a frame, which a journal that is open always has."""
 
 
 class JournalMachine(RuleBasedStateMachine):
@@ -117,10 +122,13 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1))
     def crash_with_a_part_of_the_log(self, share: float) -> None:
-        wal = Path(f"{self.path}-wal")
-        num_bytes = round(share * wal.stat().st_size) if wal.exists() else 0
+        num_bytes = round(share * Path(f"{self.path}-wal").stat().st_size)
         with tempfile.TemporaryDirectory() as directory:
             copy = crashed(self.path, Path(directory), wal_bytes=num_bytes)
+            if num_bytes < LEAST_LOG_BYTES:
+                with pytest.raises(JournalUnusable, match=r"its log journal\.db-wal is missing or empty"):
+                    left_in(copy)
+                return
             with opened(copy) as journal:
                 left = Expected({request.accepted.request_id: request for request in journal.take_requests()})
                 left.epoch = journal.epoch
