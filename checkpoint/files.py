@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterable
@@ -42,7 +43,10 @@ TOKENIZER_FILES = (
     "vocab.json",
 )
 """Names of files beside config.json that a tokenizer may consist of."""
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\n"
+_LFS_POINTER = re.compile(
+    rb"version https?://(git-lfs\.github\.com|hawser\.github\.com|git-media\.io)/|# git-media\b"
+)
+"""Beginning of a pointer of Git LFS, also of the versions before its release."""
 _MAX_POINTER_BYTES = 1024
 """By the specification of Git LFS."""
 
@@ -127,7 +131,7 @@ def _check_mode(path: Path, status: os.stat_result) -> None:
 def _check_pointer(path: Path, descriptor: int, status: os.stat_result) -> None:
     if status.st_size > _MAX_POINTER_BYTES:
         return
-    if os.pread(descriptor, len(_LFS_POINTER), 0) == _LFS_POINTER:
+    if _LFS_POINTER.match(os.pread(descriptor, _MAX_POINTER_BYTES, 0)):
         raise CheckpointNotFound(
             f"{path} is a Git LFS pointer of {status.st_size} bytes, not the file: run git lfs pull in its"
             " directory"

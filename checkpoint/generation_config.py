@@ -20,15 +20,12 @@ def read_generation_config(directory: Path) -> dict[str, object]:
 def eos_token_ids(*sources: Mapping[str, object]) -> tuple[int, ...]:
     """Return the ids that end a sequence, of all sources: generation_config.json and objects of config.json.
 
-    Finetunes change one of them only. Each may hold one id or a list; an empty list says that later sources
-    have none, whose id may separate texts only. The tokenizer may have another one, see
+    Finetunes change one of them only. Each may hold one id or a list. The tokenizer may have another one, see
     `TextCodec.end_token_ids`. Raises BadConfig for anything but non-negative integers.
     """
     ids: list[object] = []
     for source in sources:
         value = source.get("eos_token_id")
-        if value == []:
-            break
         ids += value if isinstance(value, list) else [value] if value is not None else []
     return tuple(dict.fromkeys(_token_id("eos_token_id", item) for item in ids))
 

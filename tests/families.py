@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import datetime
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -526,19 +525,11 @@ def families_of(day: datetime.date) -> list[str]:
 
 
 def make_family(directory: Path, family: str, **overrides: Any) -> Path:
-    """Write a checkpoint with wide weights, perturbed norms and biases, and the family's settings.
-
-    No token ends a sequence, whatever the config needs one for.
-    """
+    """Write a checkpoint with wide weights, perturbed norms and biases, and the family's settings."""
     settings = {"num_layers": NUM_LAYERS, "initializer_range": 0.3, "seed": 3, "pad_token_id": None}
     # A copy: transformers writes into the objects that it is given.
     given = copy.deepcopy(settings | _EPS | FAMILIES[family] | overrides)
-    make_checkpoint(directory, MODEL_TYPES[family], **given)
-    if given.get("eos_token_id") is None:
-        return directory
-    path = directory / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": []}))
-    return directory
+    return make_checkpoint(directory, MODEL_TYPES[family], **given)
 
 
 def config_of(family: str) -> dict[str, Any]:

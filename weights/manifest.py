@@ -165,7 +165,9 @@ def index_source(
                 num_failures = 1 if position > before else num_failures + 1
                 if num_failures > MAX_FAILURES:
                     raise
-                time.sleep(min(error.retry_after_s or policy.wait_s(num_failures), policy.max_wait_s))
+                wait_s = policy.wait_after_s(error.retry_after_s, num_failures)
+                log.warning("%s: trying again in %.1f s", error, wait_s)
+                time.sleep(wait_s)
         return state.digest()
 
     return _index(headers, hash_one)

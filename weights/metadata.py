@@ -102,15 +102,16 @@ def _pin_gguf(source: WeightSource, names: list[str]) -> Pins:
 
 
 def _find(source: WeightSource, names: Iterable[str]) -> dict[str, PinnedFile]:
-    """Find files, and wait where the source names a time. A wrong address fails at once."""
-    for _ in range(NUM_TRIES - 1):
+    """Find files, and wait where the source names a time within the limit. A wrong address fails at once."""
+    policy = DEFAULT_TRANSFER
+    for num_failures in range(1, NUM_TRIES):
         try:
             return source.find(names)
         except SourceUnavailable as error:
-            if error.retry_after_s is None:
+            if error.retry_after_s is None or error.retry_after_s > policy.max_retry_after_s:
                 raise
-            wait_s = min(error.retry_after_s, DEFAULT_TRANSFER.max_wait_s)
-            log.info("%s: trying again in %.1f s", error, wait_s)
+            wait_s = policy.wait_after_s(error.retry_after_s, num_failures)
+            log.warning("%s: trying again in %.1f s", error, wait_s)
             time.sleep(wait_s)
     return source.find(names)
 
@@ -276,9 +277,9 @@ def _patiently(
             content = read()
         except SourceUnavailable as error:
             source.problem = str(error)
-            wait_s = min(error.retry_after_s or policy.wait_s(num_failures), policy.max_wait_s)
+            wait_s = policy.wait_after_s(error.retry_after_s, num_failures)
             if not ending.is_set():
-                log.info("%s: trying again in %.1f s", error, wait_s)
+                log.warning("%s: trying again in %.1f s", error, wait_s)
             if ending.wait(wait_s):
                 raise
         else:

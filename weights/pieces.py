@@ -49,6 +49,12 @@ class TransferPolicy:
         """Wait after a range has failed this often in a row."""
         return min(self.max_wait_s, self.first_wait_s * 2.0 ** min(num_failures - 1, 16))
 
+    def wait_after_s(self, asked_s: float | None, num_failures: int) -> float:
+        """Wait before another try; one that the source asks for counts up to a limit."""
+        if asked_s and asked_s <= self.max_retry_after_s:
+            return min(asked_s, self.max_wait_s)
+        return self.wait_s(num_failures)
+
     def part_bytes(self, fetch_bytes: int) -> int:
         """Bytes after which a connection records what it has received, but for `min_part_s`."""
         share = int(fetch_bytes * self.max_lost / self.num_connections)

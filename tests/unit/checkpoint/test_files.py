@@ -256,6 +256,24 @@ def test_a_pointer_of_git_lfs_is_named(file: str, tmp_path: Path) -> None:
     assert str(error).startswith(expected)
 
 
+@pytest.mark.parametrize(
+    "pointer",
+    [
+        POINTER.replace("\n", "\r\n"),
+        POINTER.replace("git-lfs.", "hawser."),
+        POINTER.replace("https://git-lfs.github.com/spec/v1", "http://git-media.io/v/2"),
+        POINTER.replace("spec/v1\n", "spec/v1\next-0-x sha256:00\n"),
+        "# git-media\n" + "0" * 64 + "\n",
+    ],
+)
+def test_a_pointer_of_git_lfs_is_named_in_any_form(pointer: str, tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "llama", num_layers=1)
+    (directory / "model.safetensors").write_bytes(pointer.encode())
+    error = error_of(lambda: Checkpoint.open(directory))
+    expected = f"{directory / 'model.safetensors'} is a Git LFS pointer of {len(pointer)} bytes, not the file"
+    assert str(error).startswith(expected)
+
+
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
 def test_a_pointer_of_git_lfs_in_place_of_a_tokenizer_is_named(file: str, text_directory: Path) -> None:
     (text_directory / file).write_text(POINTER)

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import edit_config, make_checkpoint
 from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer
 
 END, OTHER_END = 3, 2
@@ -30,6 +30,13 @@ def opened(directory: Path) -> ServedModel:
 def test_the_token_that_only_the_tokenizer_names_ends_a_text(directory: Path) -> None:
     save_tokenizer(directory, byte_level(), eos_token="<|end|>")
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": OTHER_END}))
+    assert opened(directory).eos_token_ids == (OTHER_END, END)
+
+
+def test_an_empty_list_of_end_tokens_takes_none_from_the_others(directory: Path) -> None:
+    edit_config(directory, eos_token_id=[OTHER_END])
+    save_tokenizer(directory, byte_level(), eos_token="<|end|>")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))
     assert opened(directory).eos_token_ids == (OTHER_END, END)
 
 

@@ -331,6 +331,32 @@ def test_a_long_wait_that_a_source_asks_for_is_bounded(
     assert "s although the source asks for" in caplog.text
 
 
+@pytest.mark.parametrize(("text", "waits"), [("7", [7.0] * 4), ("9" * 5000, []), ("121", [])])
+def test_a_wait_for_the_list_of_files_is_told_and_one_beyond_the_limit_is_none(
+    server: RangeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    text: str,
+    waits: list[float],
+) -> None:
+    def refuse(handler: Handler, request: Request) -> bool:
+        handler.answer(503, {"Retry-After": text})
+        return True
+
+    slept: list[float] = []
+    monkeypatch.setattr("weights.metadata.time.sleep", slept.append)
+    server.misbehave = refuse
+    with (
+        closing(HttpSource(remote_model(server.url))) as source,
+        pytest.raises(SourceUnavailable, match="answered 503"),
+    ):
+        pin(source)
+    assert slept == waits
+    told = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert len(told) == len(waits)
+    assert all("answered 503 Service Unavailable: trying again in 7.0 s" in message for message in told)
+
+
 @pytest.mark.parametrize("text", ["1e300", "-5", "soon", "Sun, 01 Jan 99999999999999999999 00:00:00 GMT"])
 def test_a_wait_that_is_none_is_not_honoured(server: RangeServer, text: str) -> None:
     def refuse(handler: Handler, request: Request) -> bool:
