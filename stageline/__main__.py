@@ -14,6 +14,7 @@ _UNENCODABLE = "stageline.unencodable"
 
 def main() -> int:
     """Runs the command line of this process and returns its exit code (see `stageline.cli.main`)."""
+    _decode_arguments_as_utf8()
     _accept_all_text()
     # gRPC reads this on import. Its own log lines are about opened and closed connections; commands report
     # the relevant ones themselves.
@@ -30,6 +31,22 @@ def main() -> int:
 
     signal.signal(signal.SIGINT, handler)
     return run()
+
+
+def _decode_arguments_as_utf8() -> None:
+    """Start again in Python's UTF-8 mode if the locale, such as C, cannot decode an argument.
+
+    Paths and texts both need it: Python encodes a path as it decodes arguments.
+    """
+    if sys.flags.utf8_mode or not any(_has_undecoded(argument) for argument in sys.argv):
+        return
+    if stream := sys.stdout or sys.stderr:
+        os.environ.setdefault("PYTHONIOENCODING", stream.encoding)  # the terminal's is not UTF-8
+    os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
+def _has_undecoded(argument: str) -> bool:
+    return any("\udc80" <= character <= "\udcff" for character in argument)
 
 
 def _accept_all_text() -> None:

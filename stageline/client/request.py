@@ -71,7 +71,12 @@ def text(name: str, value: object) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{name} has a lone surrogate at character {error.start}") from None
+        code = ord(value[error.start])
+        # Python decodes other bytes of command lines and file names to these.
+        what = (
+            f"byte {code - 0xDC00:#04x} that is not UTF-8" if 0xDC80 <= code <= 0xDCFF else "lone surrogate"
+        )
+        raise InvalidRequest(f"{name} has a {what} at character {error.start}") from None
     return value
 
 

@@ -109,6 +109,30 @@ def test_text_that_the_terminal_cannot_show_is_escaped(as_json: bool, tmp_path: 
     assert shown.startswith(f"{tmp_path}/né \\ud83d\\ude00 is not served:")
 
 
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+SHOW_ARGUMENTS = """
+import stageline.__main__ as entry, sys
+sys.modules["stageline.cli"] = type(sys)("stageline.cli")
+sys.modules["stageline.cli"].main = lambda: print(ascii(sys.argv[1:]), open(sys.argv[2]).read()) or 0
+entry.main()
+"""
+
+
+def test_arguments_are_utf8_texts_and_paths_where_the_locale_cannot_decode_them(tmp_path: Path) -> None:
+    path = tmp_path / "né"
+    path.write_text("found")
+    script = tmp_path / "show.py"
+    script.write_text(SHOW_ARGUMENTS)
+    run = subprocess.run(
+        [sys.executable, "-P", str(script), "né 😀", str(path)],
+        capture_output=True,
+        env={**os.environ, **PATHS, **C_LOCALE},
+        timeout=120,
+        check=True,
+    )
+    assert run.stdout.decode("ascii") == f"{['né 😀', str(path)]!a} found\n"
+
+
 SHOW_JSON = """
 import json, stageline.__main__ as entry
 entry._accept_all_text()

@@ -201,9 +201,10 @@ def test_an_unknown_keyword_is_a_type_error() -> None:
         ([], "the prompt is an empty list: it needs at least one chat message"),
         ([1, 2], "a chat message has exactly 'role' and 'content', this one is 1"),
         ("\ud800", "the prompt has a lone surrogate at character 0"),
+        ("n\udce9", "the prompt has a byte 0xe9 that is not UTF-8 at character 1"),
         ("x" * MAX_MESSAGE_BYTES, "the request has .* bytes with its prompt, a message has at most"),
     ],
-    ids=["number", "empty", "token ids", "surrogate", "large"],
+    ids=["number", "empty", "token ids", "surrogate", "byte", "large"],
 )
 def test_what_cannot_be_tokenized_is_rejected_before_it_is_sent(prompt: Any, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
