@@ -175,7 +175,7 @@ _OFF_WORDS = """
     layer_norm_bias lm_head_bias mlp_bias norm_bias qkv_bias reorder_and_upcast_attn rope_interleaved
     rope_traditional scale_attn_by_inverse_layer_idx tie_encoder_decoder use_bias use_bidirectional_attention
     position_embedding_xdrope use_cla use_dynamic_ntk use_logn_attn use_mrope use_mtp use_qk_norm
-    use_sliding_window
+    use_sliding_window alibi bias ffn_bias moe o_bias parallel_attn qk_layernorm
 """
 _ZERO_WORDS = """
     class_num mtp_num_hidden_layers mtp_transformer_layers n_routed_experts n_shared_experts num_experts
@@ -195,7 +195,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
         ("is_causal", "is_llama_config", "scale_attn_weights", "use_rmsnorm", "use_rope"), (True,)
     ),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (0.0, False)),
-    "mlp_only_layers": ([],),
+    **dict.fromkeys(("cross_attention_layers", "mlp_only_layers", "no_rope_layers"), ([],)),
     "moe_router_dtype": ("float32", "fp32"),
     "pruned_heads": ({},),
 }
@@ -243,8 +243,30 @@ def unknown_keys(raw: RawConfig, family_keys: frozenset[str]) -> list[str]:
     """
     known = _COMPUTED | family_keys
     return [
-        key for key, value in raw.items() if not (key in known or _is_inert(key) or is_neutral(key, value))
+        key
+        for key, value in raw.items()
+        if not (key in known or _is_inert(key) or is_neutral(key, value) or _is_said_twice(raw, key))
     ]
+
+
+def _is_said_twice(raw: RawConfig, key: str) -> bool:
+    """Whether an unsupported key says what other fields say."""
+    value = raw[key]
+    match key:
+        case "sliding_window" | "max_window_layers":
+            return raw.get("use_sliding_window") is False
+        case "hidden_activation":
+            return value == raw.get("hidden_act")
+        case "rotary_dim":
+            return type(value) is int and value == _head_dim(raw)
+        case _:
+            return False
+
+
+def _head_dim(raw: RawConfig) -> int:
+    if raw.get("head_dim") is not None:
+        return positive_int(raw, "head_dim")
+    return positive_int(raw, "hidden_size") // positive_int(raw, "num_attention_heads")
 
 
 def _is_inert(key: str) -> bool:

@@ -132,8 +132,9 @@ def _parse_fp8(found: RawConfig) -> Quantization:
     _refuse_unknown(
         found,
         "weight_block_size modules_to_not_convert ignored_layers fmt scale_fmt"
-        " activation_scheme dequantize expert_dtype",
+        " activation_scheme dequantize expert_dtype is_checkpoint_fp8_serialized",
     )
+    _require(found, "is_checkpoint_fp8_serialized", True, None)
     _require(found, "expert_dtype", "fp4", "fp8", None)
     _require(found, "fmt", "e4m3", "float8_e4m3fn", None)
     _require(found, "scale_fmt", "float", "ue8m0", None)
@@ -157,14 +158,17 @@ def _parse_gptq(found: RawConfig) -> Quantization:
         " dataset tokenizer batch_size block_name_to_quantize module_name_preceding_first_block pad_token_id"
         " modules_in_block_to_quantize use_cuda_fp16 model_seqlen cache_block_outputs use_exllama"
         " max_input_length exllama_config disable_exllama backend is_marlin_format act_group_aware mse"
-        " hyb_act v2 v2_alpha quantizer uri offload_to_disk offload_to_disk_path pack_impl parallel_packing",
+        " hyb_act v2 v2_alpha quantizer uri offload_to_disk offload_to_disk_path pack_impl parallel_packing"
+        " use_marlin mock_quantization dynamic",
     )
+    _refuse_dynamic(found)
     _require(found, "bits", 4, 8)
     for key in ("checkpoint_format", "format"):
         _require(found, key, "gptq", "gptq_v2", None)
     _require(found, "method", "gptq", None)
     _require(found, "pack_dtype", "int32", None)
-    _require(found, "is_marlin_format", False, None)
+    for key in ("is_marlin_format", "use_marlin", "mock_quantization"):
+        _require(found, key, False, None)
     is_v2 = (found.get("checkpoint_format") or found.get("format")) == "gptq_v2"
     scheme = Gptq(
         bits=4 if found["bits"] == 4 else 8,
@@ -173,6 +177,22 @@ def _parse_gptq(found: RawConfig) -> Quantization:
         is_sorted=flag(found, "desc_act", default=False),
     )
     return Quantization(targets=(PackedModules(_EVERYTHING, scheme),))
+
+
+def _refuse_dynamic(found: RawConfig) -> None:
+    """Raise UnsupportedModel for rules that change a module's bits or groups.
+
+    Those that begin with "-:" leave modules plain, as their stored tensors say.
+    """
+    rules = found.get("dynamic") or {}
+    if not isinstance(rules, Mapping):
+        raise BadConfig(f"config field '{FIELD}.dynamic' must be an object, is {rules!r:.120}")
+    for pattern, changes in rules.items():
+        if not pattern.startswith("-:"):
+            raise UnsupportedModel(
+                f"config field '{FIELD}.dynamic' = {{{pattern!r:.120}: {changes!r:.120}}} is not supported,"
+                " only rules that begin with '-:' are"
+            )
 
 
 def _parse_awq(found: RawConfig) -> Quantization:

@@ -138,6 +138,11 @@ _KIND_KEYS = {
     ),
     RopeKind.PROPORTIONAL: frozenset({"factor", "partial_rotary_factor"}),
 }
+_REMEDIES = {
+    "attn_factor": ": transformers does not read it, and vLLM multiplies the attention factor by it; leave it"
+    " out for the tokens of transformers, or set 'attention_factor' to attn_factor * (0.1 * ln(factor) + 1)"
+    " for those of vLLM"
+}
 _FIXED_ALPHA_KEYS = frozenset({"alpha", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"})
 """Of these transformers reads `alpha` only."""
 
@@ -321,6 +326,8 @@ class _RopeReader:
             name = "longrope"  # as transformers' Phi3Config reads them
         if self.rule.has_fixed_alpha and name == "dynamic" and given.get("alpha"):
             return RopeKind.DEFAULT
+        if name == "dynamic" and given.get("factor") == 1.0:
+            return RopeKind.DEFAULT  # it grows beyond factor * max_position_embeddings, which is the limit
         is_dynamic = name == "dynamic" or (name in ("longrope", "su") and not self.rule.has_length_factors)
         if is_dynamic:
             raise UnsupportedModel(
@@ -354,6 +361,7 @@ class _RopeReader:
                 continue
             raise UnsupportedModel(
                 f"config field '{self.field}.{key}' = {value!r} is not supported for {kind.value!r}"
+                f"{_REMEDIES.get(key, '')}"
             )
 
     def _theta(self, default: float) -> float:

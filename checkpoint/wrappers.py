@@ -110,7 +110,7 @@ def text_config(raw: RawConfig) -> RawConfig:
 
     Raises UnsupportedModel for an unknown wrapper or field, BadConfig for a text_config that is no object.
     """
-    if "text_config" not in raw:
+    if not is_wrapper(raw):
         return raw
     wrapper, text = _wrapper_of(raw), raw["text_config"]
     if not isinstance(text, dict):
@@ -129,7 +129,7 @@ def text_config(raw: RawConfig) -> RawConfig:
 
 def is_wrapper(raw: RawConfig) -> bool:
     """Whether the text model is a part of the checkpoint."""
-    return "text_config" in raw
+    return raw.get("text_config") is not None
 
 
 def _wrapper_of(raw: RawConfig) -> Wrapper:

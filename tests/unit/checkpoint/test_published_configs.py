@@ -71,6 +71,54 @@ def test_a_published_field_with_another_value_is_refused_by_name(name: str, chan
     assert repr(value)[:20] in str(refused.value)
 
 
+_LLAMA = "HuggingFaceTB/SmolLM2-1.7B-Instruct"
+_WINDOW_OFF = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 24}
+_NO_GROWTH = {"type": "dynamic", "factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text_config": None},
+        _WINDOW_OFF,
+        {"rope_scaling": _NO_GROWTH},
+        {"rotary_dim": 64},
+        {"no_rope_layers": [], "cross_attention_layers": []},
+        dict.fromkeys(("alibi", "parallel_attn", "qk_layernorm", "moe", "bias", "ffn_bias", "o_bias"), False),
+        {"hidden_activation": "silu"},
+    ],
+    ids=lambda change: min(change),
+)
+def test_fields_that_say_what_is_so_anyway_change_nothing(change: dict[str, Any]) -> None:
+    raw = PUBLISHED[_LLAMA]
+    assert parse_config(raw | change) == parse_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        (_WINDOW_OFF | {"use_sliding_window": True}, "use_sliding_window"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"rope_scaling": _NO_GROWTH | {"factor": 2.0}}, "rope_type"),
+        ({"rotary_dim": 32}, "rotary_dim"),
+        ({"cross_attention_layers": [3]}, "cross_attention_layers"),
+        ({"alibi": True}, "alibi"),
+        ({"hidden_activation": "gelu"}, "hidden_activation"),
+    ],
+)
+def test_the_same_fields_with_another_meaning_are_refused_by_name(
+    change: dict[str, Any], refused: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{refused}' = "):
+        parse_config(PUBLISHED[_LLAMA] | change)
+
+
+def test_an_attention_factor_that_only_vllm_reads_is_refused_with_the_remedy() -> None:
+    scaling = {"rope_type": "yarn", "factor": 2.0, "attn_factor": 1.2}
+    with pytest.raises(UnsupportedModel, match=r"attn_factor' = 1\.2 .* leave it out .* 'attention_factor'"):
+        parse_config(PUBLISHED[_LLAMA] | {"rope_scaling": scaling})
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [

@@ -53,7 +53,14 @@ def _weights(**changes: object) -> dict[str, Any]:
         (_GPTQ | {"bits": 3}, UnsupportedModel, "'quantization_config.bits' = 3 is not supported"),
         (_GPTQ | {"checkpoint_format": "marlin"}, UnsupportedModel, "= 'marlin'"),
         (_GPTQ | {"group_size": 0}, BadConfig, "group_size' must be a number of elements or -1, is 0"),
-        (_GPTQ | {"dynamic": {"-:.*": {}}}, UnsupportedModel, "'quantization_config.dynamic'"),
+        (
+            _GPTQ | {"dynamic": {"-:.*gate.*": {}, "+:.*up.*": {"bits": 8}}},
+            UnsupportedModel,
+            "'quantization_config.dynamic' = {'+:.*up.*': {'bits': 8}} is not supported, only rules",
+        ),
+        (_GPTQ | {"dynamic": [1]}, BadConfig, "'quantization_config.dynamic' must be an object"),
+        (_GPTQ | {"use_marlin": True}, UnsupportedModel, "'quantization_config.use_marlin' = True"),
+        (_FP8 | {"is_checkpoint_fp8_serialized": False}, UnsupportedModel, "fp8_serialized' = False"),
         (_AWQ | {"version": "gemv"}, UnsupportedModel, "= 'gemv' is not supported (supported: 'gemm'"),
         (_AWQ | {"zero_point": False}, UnsupportedModel, "zero_point' = False"),
         (_NF4 | {"bnb_4bit_quant_type": "fp4"}, UnsupportedModel, "= 'fp4'"),
@@ -77,6 +84,21 @@ def test_unknown_fields_and_values_are_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=re.escape(named)):
         parse_quantization({"quantization_config": config})
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ("gptq", {"dynamic": {"-:.*gate.*": {}, "-:.*up.*": {}}}),
+        ("gptq", {"use_marlin": False, "mock_quantization": False}),
+        ("fp8-block", {"is_checkpoint_fp8_serialized": True}),
+    ],
+)
+def test_fields_that_say_what_is_so_anyway_change_nothing(form: str, said: dict[str, object]) -> None:
+    config = FORMATS[form].config
+    assert parse_quantization({"quantization_config": config | said}) == parse_quantization(
+        {"quantization_config": config}
+    )
 
 
 @pytest.mark.parametrize("nothing", [None, False, {}])
