@@ -28,7 +28,7 @@ from checkpoint.tensors import (
     stage_tensor_names,
     stage_tensor_shapes,
 )
-from checkpoint.verification import draft_prefixes, verify_tensors
+from checkpoint.verification import draft_prefixes, verify_frequencies, verify_tensors
 from checkpoint.wrappers import text_config
 
 SAMPLE_BYTES = 4096
@@ -164,6 +164,8 @@ class Checkpoint:
         config, tensors = found.config, found.headers.tensors
         if config.has_row:
             verify_tensors(config, tensors)
+            if pins is None:
+                verify_frequencies(config, tensors, directory)
         shapes = stage_tensor_shapes(config, 0, config.num_layers, has_embeddings=True, has_head=True)
         values = sample_digest(directory, tensors) if pins is None else pins.values_digest
         return cls(

@@ -220,16 +220,75 @@ def test_missing_unknown_and_misshapen_tensors_are_named(directory: Path) -> Non
         Checkpoint.open(directory)
 
 
-def test_harmless_extra_tensors_are_tolerated(directory: Path) -> None:
+FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+
+def add_frequencies(directory: Path, dtype: str, content: bytes) -> None:
+    """Add rotary frequencies of layer 0 to the only file."""
     path = directory / "model.safetensors"
     size = path.stat().st_size - 8 - int.from_bytes(path.read_bytes()[:8], "little")
     with path.open("ab") as stream:
-        stream.write(bytes(32))
-    entry = {"dtype": "F32", "shape": [8], "data_offsets": [size, size + 32]}
-    edit_header(directory, lambda h: h.update({"model.layers.0.self_attn.rotary_emb.inv_freq": entry}))
+        stream.write(content)
+    shape = [len(content) // {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}[dtype]]
+    entry = {"dtype": dtype, "shape": shape, "data_offsets": [size, size + len(content)]}
+    edit_header(directory, lambda h: h.update({FREQUENCIES: entry}))
+
+
+def frequencies(*, divisor: float = 1.0) -> list[float]:
+    """Of heads of 16 elements."""
+    return [10_000.0 ** (-pair / 16) / divisor for pair in range(0, 16, 2)]
+
+
+def bf16(numbers: list[float]) -> bytes:
+    return b"".join(struct.pack("<f", number)[2:] for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "content"),
+    [
+        ("F32", struct.pack("<8f", *frequencies())),
+        ("F16", struct.pack("<8e", *frequencies())),
+        ("BF16", bf16(frequencies())),
+    ],
+)
+def test_stored_rotary_frequencies_of_the_config_are_tolerated(
+    directory: Path, dtype: str, content: bytes
+) -> None:
+    add_frequencies(directory, dtype, content)
     checkpoint = Checkpoint.open(directory)
     names = stage_tensor_names(checkpoint.config, 0, 2, has_embeddings=True, has_head=True)
-    assert set(checkpoint.tensors) - set(names) == {"model.layers.0.self_attn.rotary_emb.inv_freq"}
+    assert set(checkpoint.tensors) - set(names) == {FREQUENCIES}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "content"),
+    [
+        ("F32", struct.pack("<8f", *[1.0] * 8)),
+        ("F32", struct.pack("<8f", *frequencies(divisor=4.0))),
+        ("F32", struct.pack("<7f", *frequencies()[:7])),
+        ("F32", struct.pack("<8f", *frequencies()[:7], float("nan"))),
+        ("BF16", bf16([1.0] * 8)),
+        ("U8", bytes(8)),
+    ],
+    ids=["ones", "scaled", "too few", "nan", "ones in bf16", "bytes"],
+)
+def test_other_rotary_frequencies_than_those_of_the_config_are_refused_by_name(
+    directory: Path, dtype: str, content: bytes
+) -> None:
+    add_frequencies(directory, dtype, content)
+    with pytest.raises(
+        UnexpectedTensor, match=rf"{re.escape(FREQUENCIES)} of shape .* the config gives 1, 0\.316"
+    ):
+        Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize("divisor", [1.0, 4.0])
+def test_stored_rotary_frequencies_may_be_scaled(directory: Path, divisor: float) -> None:
+    edit_config(
+        directory, rope_parameters=..., rope_theta=10_000.0, rope_scaling={"type": "linear", "factor": 4.0}
+    )
+    add_frequencies(directory, "F32", struct.pack("<8f", *frequencies(divisor=divisor)))
+    assert FREQUENCIES in Checkpoint.open(directory).tensors
 
 
 def test_a_stored_head_is_used_where_the_config_ties_it(directory: Path) -> None:
@@ -318,7 +377,7 @@ def fingerprint_with_other_byte(directory: Path, at: int) -> str:
         ({"eos_token_id": 5}, 2, (5, 2)),
         ({"eos_token_id": [7, 5, 7]}, [2, 5], (7, 5, 2)),
         ({"eos_token_id": None}, [2, 3], (2, 3)),
-        ({"eos_token_id": []}, 2, ()),
+        ({"eos_token_id": []}, 2, (2,)),
         ({}, 2, (2,)),
         ({}, None, ()),
         (None, 2, (2,)),
