@@ -130,7 +130,9 @@ _FILES = """
 ## Files of a checkpoint
 
 * A text ends at the ids of `eos_token_id` in generation_config.json and in config.json, and at the
-  tokenizer's `eos_token`: at all of them.
+  tokenizer's `eos_token`: at all of them, also if one of them is an empty list.
+* Rotary frequencies that older checkpoints store (`rotary_emb.inv_freq`) are compared with those of
+  config.json, and refused by name if they differ.
 * `temperature`, `top_k`, `top_p`, `min_p`, `typical_p` and `repetition_penalty` of generation_config.json are
   defaults of HTTP requests. A value that no request may have is an error when a coordinator starts.
 * The chat template is in chat_template.jinja, in tokenizer_config.json, or else in chat_template.json.
