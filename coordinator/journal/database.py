@@ -57,7 +57,7 @@ def make_private(path: Path) -> None:
             )
 
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 APPLICATION_ID = 0x53474A4C  # "SGJL"
 WRITER_BUSY_TIMEOUT_S = 0.1
 """Short, because the writer runs on the event loop, which another program's lock must not block."""
