@@ -327,6 +327,7 @@ class Cluster:
                 max_tokens=case.max_tokens,
                 temperature=0.0 if case.seed is None else 1.0,
                 seed=case.seed,
+                ignore_eos=True,  # configs of some families need an end token
                 request_id=id_text(case.request_id),
                 timeout_s=DEADLINE_S,
             ):

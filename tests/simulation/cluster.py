@@ -16,6 +16,7 @@ from unittest.mock import patch
 import coordinator.cluster.controller
 import coordinator.server
 import gateway.upstream.link
+import stage_worker.coordinator_client
 import stage_worker.epoch_session
 import stage_worker.hop_payloads
 import stage_worker.server
@@ -51,6 +52,7 @@ from tests.simulation.virtual_loop import Process, VirtualLoop
 from wire.frames import Frame
 from wire.ids import Incarnation, RequestId
 from wire.transport import TransportSettings
+from wire.unreachable import SILENT
 
 RESTART_S = 0.4
 COORDINATOR = "10.0.1.1:7000"
@@ -307,6 +309,9 @@ def simulated(cluster_random: Random) -> Iterator[None]:
     async def report_health(worker: Worker, status: object) -> None:
         pass
 
+    async def no_cause(address: str, transport: object) -> str:
+        return SILENT
+
     clocks = HostClocks(boot_id=lambda: "simulation", uptime_s=now_s, wall_s=now_s)
     patches: list[tuple[Any, str, Any]] = []
     for module in (coordinator.server, stage_worker.server):
@@ -326,6 +331,7 @@ def simulated(cluster_random: Random) -> Iterator[None]:
         (coordinator.server, "Journal", partial(Journal, host=clocks)),
         (gateway.upstream.link, "fetch_tokenizer", no_tokenizer),
         (stage_worker.server, "resident_bytes", lambda: 1),
+        (stage_worker.coordinator_client, "unreachable_cause", no_cause),
         (Worker, "_report_health", report_health),
         (stage_worker.epoch_session, "time", _VirtualTime),
         (LoopLag, "start", lambda lag: None),  # events of no interest: the virtual loop is never late

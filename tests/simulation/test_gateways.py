@@ -10,7 +10,7 @@ from tests.simulation.gateway_schedule import GatewayVerdict, examine_gateways
 from tests.simulation.planted_gateways import GATEWAY_BUGS
 
 SEED = 0
-QUICK, FULL, LONG = 6, 30, 600
+QUICK, FULL, LONG = 7, 30, 600
 MOST_SCHEDULES = 60
 """In which a planted bug must be found."""
 

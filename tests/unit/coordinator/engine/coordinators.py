@@ -63,11 +63,14 @@ class Coordinators:
         self.model.engine.sweep()
 
     def recover(self) -> None:
-        """Sweeps until the journal is written again; its probes are on a thread."""
+        """Sweeps until the journal is written again; its probes take real time, on a thread.
+
+        Few seconds pass for the requests, of which some are kept for five.
+        """
         end_s = time.monotonic() + RECOVERS_WITHIN_S
         while self.durability.failure is not None:
             assert time.monotonic() < end_s, self.durability.failure
-            self.pass_time(0.1)
+            self.pass_time(0.005)
             time.sleep(0.001)
 
     def _begin(self) -> None:
