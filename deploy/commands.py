@@ -203,10 +203,12 @@ def coordinator_command(spec: ClusterSpec) -> ProcessCommand:
         name=coordinator.name,
         argv=(
             "coordinator",
-            *_given(CoordinatorConfig, values),
-            *page,
-            *_shared(spec, Role.COORDINATOR, coordinator.name),
-            *coordinator.flags,
+            *_last_given(
+                *_given(CoordinatorConfig, values),
+                *page,
+                *_shared(spec, Role.COORDINATOR, coordinator.name),
+                *coordinator.flags,
+            ),
         ),
         environment=_environment(spec),
         host=coordinator.host,
@@ -229,9 +231,9 @@ def gateway_command(spec: ClusterSpec, gateway: GatewaySpec) -> ProcessCommand:
         name=gateway.name,
         argv=(
             "gateway",
-            *_given(GatewayConfig, values),
-            *_shared(spec, Role.GATEWAY, gateway.name),
-            *gateway.flags,
+            *_last_given(
+                *_given(GatewayConfig, values), *_shared(spec, Role.GATEWAY, gateway.name), *gateway.flags
+            ),
         ),
         environment=_environment(spec),
         host=host,
@@ -259,9 +261,9 @@ def worker_command(spec: ClusterSpec, worker: WorkerSpec) -> ProcessCommand:
         name=worker.name,
         argv=(
             "worker",
-            *_given(WorkerConfig, values),
-            *_shared(spec, Role.WORKER, worker.name),
-            *worker.flags,
+            *_last_given(
+                *_given(WorkerConfig, values), *_shared(spec, Role.WORKER, worker.name), *worker.flags
+            ),
         ),
         environment=_environment(spec),
         host=worker.host or spec.coordinator.host,
@@ -280,6 +282,17 @@ def drain_timeout_s(spec: ClusterSpec) -> float:
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
+
+
+def _last_given(*words: str) -> list[str]:
+    """Leave out flags that are given again: those of a process replace those of its cluster."""
+    parts: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not parts:
+            parts.append([])
+        parts[-1].append(word)
+    last = {part[0].partition("=")[0]: index for index, part in enumerate(parts)}
+    return [word for index in sorted(last.values()) for word in parts[index]]
 
 
 def _given(config: type, values: Mapping[str, Any]) -> list[str]:
