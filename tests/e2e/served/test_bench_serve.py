@@ -40,7 +40,7 @@ async def test_bench_serve_measures_a_load_and_reports_failures(served: Served, 
     assert late.code == 1
     assert "DEADLINE_EXCEEDED   12 failed" in late.stdout
     assert "stageline: error[DEADLINE_EXCEEDED]: request 0: " in late.stderr
-    long = await run_stageline(*line.split(), "--prompt-tokens", "4090", *at)
+    long = await run_stageline(*line.replace("uniform:5-60", "4090").split(), *at)
     assert long.code == 2
     assert "4090 prompt tokens and 9 output tokens, together 4099, more than the 4096" in long.the_error()
 
