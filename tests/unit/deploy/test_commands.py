@@ -64,6 +64,22 @@ def test_the_processes_parse_their_command_lines_to_the_same_values(
         assert command.config() is not None
 
 
+def test_flags_of_a_process_replace_those_of_its_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each flag is given once, as a process refuses it otherwise."""
+    spec = ClusterSpec(
+        stages=1,
+        coordinator=CoordinatorSpec(flags=("--stages", "3", "--stages", "4", "--no-self-check")),
+        workers=(WorkerSpec(name="w", flags=("--coordinator", "proxy:1", "--name", "other")),),
+    )
+    head, *_, worker = commands(spec)
+    assert main([*head.argv, "--print-config"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["stages"] == 4
+    assert "--no-self-check" in head.argv
+    assert main([*worker.argv, "--print-config"]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert (printed["coordinator"], printed["name"]) == ("proxy:1", "other")
+
+
 _SECTIONS: dict[tuple[str | int, ...], type] = {
     (): ClusterSpec,
     ("coordinator",): CoordinatorSpec,
