@@ -1,5 +1,6 @@
 """The model that is served: its checkpoint or mock, its run dtype and its tokenizer."""
 
+import importlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -215,8 +216,22 @@ def _implementation(config: CoordinatorConfig, checkpoint: Checkpoint) -> Implem
             raise UnsupportedModel("GGUF files are for native layers: use --implementation auto")
         if has_params(checkpoint.path):
             raise UnsupportedModel("Mistral's own format is for native layers: use --implementation auto")
+        try:
+            examine_layers(checkpoint)
+        except ImportError as error:
+            log.warning("the model is not examined here, workers do so when they load it: %s", error)
         log.warning("%s", transformers_note(checkpoint.config))
     return chosen
+
+
+def examine_layers(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedModel unless transformers' layers serve the checkpoint; runs them without weights.
+
+    Raises ImportError where torch or transformers are not installed, which only workers need.
+    """
+    # By their names: other models need neither here.
+    torch = importlib.import_module("torch")
+    importlib.import_module("transformers_stage.probe").examine(checkpoint, torch.float32)
 
 
 def transformers_note(config: Blueprint) -> str:

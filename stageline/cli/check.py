@@ -35,7 +35,7 @@ def check(directory: Path, *, name: str, as_json: bool) -> int:
     """Print the result, of `name`; the exit code is 0 for a checkpoint that is served, else 1."""
     found = inspect(directory)
     if found.checkpoint is not None and not found.checkpoint.config.has_row:
-        found.attempt(partial(examine_layers, found.checkpoint))
+        found.attempt(partial(_examine, found.checkpoint))
         found.checkpoint = None if found.errors else found.checkpoint
     found.attempt(partial(read_generation_defaults, directory))
     has_text = directory.exists() and not found.is_other_format
@@ -45,15 +45,13 @@ def check(directory: Path, *, name: str, as_json: bool) -> int:
     return ExitCode.DONE if facts["is_served"] else ExitCode.FAILED
 
 
-def examine_layers(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedModel unless transformers' layers serve the checkpoint."""
+def _examine(checkpoint: Checkpoint) -> None:
+    from coordinator.model import examine_layers  # loads a tokenizer's libraries
+
     try:
-        from transformers_stage.probe import examine
+        examine_layers(checkpoint)
     except ImportError as error:
         raise UnsupportedModel(f"{TRANSFORMERS_ADVICE} ({error})") from error
-    import torch
-
-    examine(checkpoint, torch.float32)
 
 
 def inspect_text(directory: Path, checkpoint: Checkpoint | None) -> TextInspection:

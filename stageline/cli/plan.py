@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from checkpoint import Checkpoint, CheckpointError
+from checkpoint import CheckpointError
 from checkpoint.implementation import Implementation
 from coordinator.config import CoordinatorConfig
 from coordinator.planner.plan import (
@@ -27,7 +27,7 @@ from coordinator.planner.plan import (
     layer_ranges,
 )
 from stageline.cli import options
-from stageline.cli.check import check, examine_layers
+from stageline.cli.check import check
 from stageline.cli.config_flags import config_parameters, make_config
 from stageline.cli.options import CommandFailed
 from stageline.cli.tables import recurrent_states, windowed_blocks
@@ -376,8 +376,6 @@ def _show_plan(config: CoordinatorConfig, capacities: tuple[WorkerCapacity, ...]
     try:
         served = open_model(config)
         made = plan_for(config, served, capacities)
-        if served.implementation is Implementation.TRANSFORMERS and served.directory is not None:
-            examine_layers(Checkpoint.open(served.directory, pins=served.pins))
     except (CheckpointError, PlanImpossible) as error:
         raise CommandFailed(str(error), reason=reason_of(error)) from error
     layers = layer_kinds(served.config, made)

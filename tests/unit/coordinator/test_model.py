@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from checkpoint import UnsupportedModel
+from checkpoint.implementation import Implementation
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
 from tests.checkpoints import edit_config, make_checkpoint
@@ -53,3 +56,19 @@ def test_a_missing_tokenizer_is_a_warning_with_its_consequence(
     assert opened(directory).text is None
     [text] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert text.startswith("the checkpoint has no tokenizer.json: token ids only, no text and no chat")
+
+
+def test_a_family_that_nothing_serves_is_refused_before_workers_join(directory: Path) -> None:
+    """Neither native layers nor transformers know it."""
+    edit_config(directory, model_type="qwen9", architectures=["Qwen9ForCausalLM"])
+    with pytest.raises(UnsupportedModel, match="qwen9"):
+        opened(directory)
+
+
+def test_a_host_without_torch_leaves_the_examination_to_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = make_checkpoint(tmp_path / "model", "helium", num_layers=2)
+    monkeypatch.setitem(sys.modules, "transformers_stage.probe", None)
+    assert opened(directory).implementation is Implementation.TRANSFORMERS
+    assert "the model is not examined here, workers do so when they load it" in caplog.text
