@@ -52,6 +52,9 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         """The next calls meet one each."""
         self.known: dict[str, inference_pb2.GenerateRequest] = {}
         """What Attach and Cancel find."""
+        self.may_answer = asyncio.Event()
+        """Streams begin once it is set, which it is at first."""
+        self.may_answer.set()
         self.ended_early = asyncio.Event()
         self.num_ended_early = 0
         self.cancelled_ids: list[str] = []
@@ -133,6 +136,7 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         context: _Context,
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         try:
+            await self.may_answer.wait()
             for number, response in enumerate(self._responses(request, starts)):
                 if fault is not None and number == fault.after:
                     await _abort(context, fault.code, fault.detail)

@@ -158,6 +158,10 @@ class ClusterUnavailable(ServingError):
     """No pipeline of stages is serving, and none became ready within the timeout."""
 
 
+START_WORKERS = "start workers with `stageline worker --coordinator HOST:PORT`"
+"""Advice where workers are missing."""
+
+
 class JournalUnavailable(ServingError):
     """The journal cannot be written, so a new request would not survive a coordinator restart."""
 

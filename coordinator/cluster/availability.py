@@ -10,7 +10,7 @@ from coordinator.engine.engine import Engine
 from coordinator.planner.plan import Plan
 from coordinator.recovery.policy import RecoveryPolicy
 from stageline_rpc.v1 import cluster_pb2
-from wire.errors import ClusterUnavailable
+from wire.errors import START_WORKERS, ClusterUnavailable
 
 STOPPING = "the coordinator is stopping"
 DRAINING = "the coordinator is draining and takes no new requests"
@@ -177,4 +177,6 @@ class Availability:
         limit = f"{self._policy.recovery_timeout_s:g} s"
         if trouble := self._state.trouble:
             return f"no token within {limit}: {trouble}"
-        return f"no pipeline within {limit}: {self._state.detail}"
+        is_missing = self._state.phase is ClusterPhase.WAITING_FOR_WORKERS
+        remedy = f"; {START_WORKERS}" if is_missing else ""
+        return f"no pipeline within {limit}: {self._state.detail}{remedy}"

@@ -96,7 +96,6 @@ class ClusterState:
         """
         Args:
             make_plan: receives workers in stage order; may raise PlanImpossible.
-            is_mock_model: the model has no weights, so only mock stages can serve it.
             last_epoch: new epochs are above it, and above those that workers have seen.
             has_served: the cluster served before a restart; its workers have time to rejoin.
             needs_check: plans serve only after a self-check.
@@ -105,6 +104,7 @@ class ClusterState:
         self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
         self.detail = f"0 of {num_stages} workers joined"
+        self._reason = ""  # for which the last plan ended, as part of `detail`
         self.epoch = last_epoch
         self.end_cause: EndCause | None = None  # of the last epoch that ended
         self.plan: Plan | None = None
@@ -115,7 +115,7 @@ class ClusterState:
         self._policy = policy
         self._needs_check = needs_check
         self._checked_plan_id = 0
-        self._is_mock_model = is_mock_model
+        self._is_mock_model = is_mock_model  # without weights: only mock stages can serve it
         self._rejoin_timer = RejoinTimer(policy)
         self._has_drained = False
         self._plan_id = 0
@@ -208,7 +208,7 @@ class ClusterState:
             case HoldExpired(name, incarnation):
                 return self._improve() if self.workers.release(name, incarnation) else []
             case GraceExpired():
-                return self._advance(self.detail) if self._rejoin_timer.end(timer) else []
+                return self._advance(self._reason) if self._rejoin_timer.end(timer) else []
             case LinksOverdue(name, incarnation):
                 return self._advance() if self._order.overdue(name, incarnation) else []
 
@@ -469,6 +469,7 @@ class ClusterState:
         """Make and assign a plan if there is none."""
         if self.plan is not None:
             return []
+        self._reason = reason
         try:
             plan = self._next_plan()
         except TooFewWorkers as error:

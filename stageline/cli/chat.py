@@ -15,6 +15,7 @@ from stageline.cli.request_flags import (
     SamplingFlags,
     options_from,
 )
+from stageline.cli.waiting import with_notices
 from stageline.client.client import Client
 from stageline.client.errors import StagelineError
 from stageline.client.request import ChatMessage
@@ -48,7 +49,8 @@ def chat(
 
     async def answer() -> str:
         async with Client(coordinator, tls_dir=tls_dir) as client:
-            report = await show_stream(client.generate(history, **wanted), live(as_token_ids=False))
+            outputs = with_notices(client, client.generate(history, **wanted))
+            report = await show_stream(outputs, live(as_token_ids=False))
         return report.completions[0].text
 
     with asyncio.Runner() as runner:

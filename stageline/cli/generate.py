@@ -21,6 +21,7 @@ from stageline.cli.request_flags import (
     options_from,
     parse_token_ids,
 )
+from stageline.cli.waiting import with_notices
 from stageline.client.client import Client
 from stageline.client.connection import new_attach_secret
 from stageline.client.errors import StagelineError, Superseded, Unavailable
@@ -79,7 +80,7 @@ async def _run(client: Client, prompt: Prompt, wanted: GenerateOptions, *, is_js
             print(f"(request {wanted['request_id']})", file=sys.stderr)
         num_choices = wanted.get("n") or 1
         show = show_for(num_choices=num_choices, as_token_ids=not model.has_tokenizer, is_json=is_json)
-        return await show_stream(outputs, show)
+        return await show_stream(with_notices(client, outputs), show)
 
 
 def _describe(report: Report, wanted: GenerateOptions) -> str:

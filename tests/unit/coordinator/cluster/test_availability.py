@@ -44,6 +44,12 @@ class Waiting:
         self.availability.end()
         self.availability.limit_waiting()
 
+    def lose_worker(self) -> None:
+        self.cluster.lose("a", "its stream broke")
+        self.model.stop()
+        self.availability.end()
+        self.availability.limit_waiting()
+
     def serve_again(self) -> None:
         self.cluster.get_ready()
         self.model.start(64)
@@ -167,3 +173,11 @@ def test_journal_outages_do_not_count_towards_the_timeout(
     assert request.is_live
     waiting.pass_s(1)
     assert isinstance(request.error, ClusterUnavailable), "from then on it waits as ever"
+
+
+def test_missing_workers_are_named_with_what_starts_them(waiting: Waiting) -> None:
+    request = waiting.submit()
+    waiting.lose_worker()
+    waiting.pass_s(30.0)
+    assert str(request.error).startswith("no pipeline within 30 s: worker a is lost")
+    assert str(request.error).endswith("; start workers with `stageline worker --coordinator HOST:PORT`")

@@ -219,6 +219,15 @@ def test_a_lost_worker_stops_serving_and_the_others_wait() -> None:
     assert cluster.names == {"a", "c"}
 
 
+def test_after_the_rejoin_grace_the_numbers_are_told_once() -> None:
+    cluster = ClusterDriver(num_stages=1).serving()
+    cluster.lose(*cluster.names, "its stream broke")
+    before = cluster.state.detail
+    assert cluster.shrink() == []
+    assert cluster.state.detail == before
+    assert before.startswith("worker a is lost: its stream broke; 0 of 1 workers joined")
+
+
 @pytest.mark.parametrize("newcomer", ["b", "zz", "0"])
 def test_a_new_worker_replaces_the_lost_one(newcomer: str) -> None:
     cluster = ClusterDriver(num_stages=3).serving()

@@ -1,0 +1,58 @@
+"""Says on standard error what a request waits for until its first output arrives."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from stageline.cli.tables import describe_start
+from stageline.client.client import Client
+from stageline.client.errors import StagelineError
+from stageline.client.output import GenerateOutput
+from stageline_rpc.v1 import cluster_pb2
+from wire.errors import START_WORKERS
+
+FIRST_NOTICE_S = 2.0
+_BETWEEN_S = 2.0
+
+
+async def with_notices(
+    client: Client, outputs: AsyncGenerator[GenerateOutput, None]
+) -> AsyncGenerator[GenerateOutput, None]:
+    """Yield `outputs`; after `FIRST_NOTICE_S` without one, print each new reason on standard error."""
+    notices = asyncio.create_task(_say_reasons(client), name="say what a request waits for")
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                notices.cancel()
+                yield output
+    finally:
+        notices.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await notices
+
+
+async def _say_reasons(client: Client) -> None:
+    said = ""
+    await asyncio.sleep(FIRST_NOTICE_S)
+    while True:
+        try:
+            reason = waiting_text(await client.status())
+        except StagelineError:
+            return  # the request reports the same problem
+        if reason != said:
+            print(f"(waiting: {reason})", file=sys.stderr, flush=True)
+            said = reason
+        await asyncio.sleep(_BETWEEN_S)
+
+
+def waiting_text(status: cluster_pb2.GetStatusResponse) -> str:
+    """The reason for which a request has no output yet, with what to do where workers are missing."""
+    if status.state == cluster_pb2.CLUSTER_STATE_SERVING:
+        counts = status.requests
+        running = counts.prefill + counts.decode
+        return f"the cluster serves, {running} sequences run and {counts.waiting} wait"
+    text = describe_start(status)
+    is_missing = status.state == cluster_pb2.CLUSTER_STATE_WAITING_FOR_WORKERS
+    return f"{text}; {START_WORKERS}" if is_missing else text
