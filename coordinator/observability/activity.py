@@ -120,6 +120,8 @@ def _activity(record: RequestRecord) -> RequestActivity:
 
 
 _FEW_STEPS = 3
+LEAST_BUSY_SHARE = 0.1
+"""No stage limits a pipeline whose stages compute for less than this share of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +130,15 @@ class Bottleneck:
 
     stage: int
     ratio: float
+    busy_share: float
+
+    @property
+    def has_load(self) -> bool:
+        return self.busy_share >= LEAST_BUSY_SHARE
 
     @property
     def is_notable(self) -> bool:
-        return stands_out(self.ratio)
+        return self.has_load and stands_out(self.ratio)
 
 
 def find_bottleneck(loads: abc.Sequence[StageLoad]) -> Bottleneck | None:
@@ -141,7 +148,7 @@ def find_bottleneck(loads: abc.Sequence[StageLoad]) -> Bottleneck | None:
     stage = max(range(len(loads)), key=lambda index: loads[index].compute_s)
     others = [load.compute_s for index, load in enumerate(loads) if index != stage]
     ratio = ratio_to_median(loads[stage].compute_s, others)
-    return None if ratio is None else Bottleneck(stage, ratio)
+    return None if ratio is None else Bottleneck(stage, ratio, loads[stage].busy_share)
 
 
 def describe_pipeline(
@@ -154,6 +161,8 @@ def describe_pipeline(
     if found is None:
         return " ".join(f"{_name(stage, workers)} is {_busy(load)}." for stage, load in enumerate(loads))
     who, busy = _name(found.stage, workers), _busy(loads[found.stage])
+    if not found.has_load:
+        return f"Hardly any load: {who} takes longest, and is {busy}."
     if found.is_notable:
         return f"{who} is the slowest: {busy}, {found.ratio:.1f} x the median step time."
     text = (

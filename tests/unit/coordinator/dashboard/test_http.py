@@ -223,10 +223,10 @@ async def test_activity_has_the_steps_that_the_reader_lacks(coordinator: Coordin
     sequence = sequence_of(coordinator.request)
     for index in range(4):
         coordinator.facts.step_sent(step(index, decodes=[sequence]), 1000.0 + index / 10)
-        coordinator.facts.step_completed(result(index, 10, 20), (), 0.0, 1000.1 + index / 10)
+        coordinator.facts.step_completed(result(index, 100, 300), (), 0.0, 1000.1 + index / 10)
     whole = (await http.get("/api/activity")).json()
     assert [step["number"] for step in whole["steps"]] == ["1", "2", "3", "4"]
-    assert whole["steps"][0]["computed_us"] == [0, 10000, 10000, 30000]
+    assert whole["steps"][0]["computed_us"] == [0, 100000, 100000, 400000]
     assert whole["steps"][0]["kind"] == "STEP_KIND_DECODE"
     assert (whole["slowest_stage"], whole["num_answered"]) == (1, "4")
     assert whole["summary"].startswith("Stage 1 (worker-1) is the slowest: ")

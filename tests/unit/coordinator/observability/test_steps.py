@@ -208,6 +208,15 @@ def test_slow_stages_agree_with_traces() -> None:
     assert (is_notable(STANDS_OUT - 0.01), is_notable(STANDS_OUT + 0.01)) == (False, True)
 
 
+def test_without_load_no_stage_is_named_slow() -> None:
+    """The slowest stage limits nothing while it is idle most of the time."""
+    loads = [load(20, busy=0.02), load(60, busy=0.06)]
+    found = find_bottleneck(loads)
+    assert found is not None and not found.is_notable
+    summary = describe_pipeline(loads, ["a", "b"], window_s=10, bubble_share=0.9)
+    assert summary == "Hardly any load: Stage 1 (b) takes longest, and is 6 % busy."
+
+
 def test_a_single_stage_is_never_slow() -> None:
     assert find_bottleneck([load(20)]) is None
     assert describe_pipeline([load(20)], ["w"], window_s=10, bubble_share=None) == "Stage 0 (w) is 50 % busy."
