@@ -331,18 +331,25 @@ async def _show_gateway(
     url = await cluster.while_running(cluster.gateway_url(name, timeout_s=GATEWAY_TIMEOUT_S))
     lines = [f"OpenAI's API at [bold]{url}/v1[/]" + (f", chat page {url}/" if model.has_tokenizer else "")]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
-    console.print(f"  {curl_line(url, model)}", markup=False, highlight=False, soft_wrap=True)
+    line = cluster.line(name)
+    keys_file = line[line.index("--keys-file") + 1] if "--keys-file" in line else None
+    if keys_file is not None:
+        note = f"With KEY, which `stageline keys create --keys-file {keys_file} ...` prints:"
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    command = curl_line(url, model, needs_key=keys_file is not None)
+    console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
 
 
-def curl_line(url: str, model: inference_pb2.GetModelResponse) -> str:
-    """A command that asks the gateway at `url` for an answer."""
+def curl_line(url: str, model: inference_pb2.GetModelResponse, *, needs_key: bool = False) -> str:
+    """A command that asks the gateway at `url` for an answer; with `needs_key`, with the variable KEY."""
     if model.has_chat_template:
         path, body = "chat/completions", '{"messages": [{"role": "user", "content": "Once upon a time"}]}'
     elif model.has_tokenizer:
         path, body = "completions", '{"prompt": "Once upon a time", "max_tokens": 100}'
     else:
         path, body = "completions", '{"prompt": [1, 2, 3], "max_tokens": 16, "return_token_ids": true}'
-    return f"curl {url}/v1/{path} -H 'content-type: application/json' -d '{body}'"
+    key = ' -H "authorization: Bearer $KEY"' if needs_key else ""
+    return f"curl {url}/v1/{path}{key} -H 'content-type: application/json' -d '{body}'"
 
 
 class _Supervisor:

@@ -132,6 +132,14 @@ def test_up_suggests_a_prompt_that_the_model_takes(launch: Launch, has_tokenizer
     _read_until(launcher, f"stageline generate {prompt} --coordinator")
 
 
+def test_with_keys_up_prints_a_command_with_a_key(launch: Launch, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    assert main(["keys", "create", "--tenant", "ann", "--keys-file", str(keys)]) == 0
+    _, _, printed = _start_up(launch, "--keys-file", str(keys))
+    assert f"With KEY, which `stageline keys create --keys-file {keys} ...` prints:" in printed
+    assert '/chat/completions -H "authorization: Bearer $KEY" -H ' in printed
+
+
 def test_flags_and_settings_of_up_reach_its_processes(launch: Launch) -> None:
     of_coordinator = {
         "--queue-size": "7",
