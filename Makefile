@@ -88,8 +88,8 @@ test-gpu: venv
 
 # In Triton's interpreter, which is chosen for a whole process, then compiled for every architecture.
 test-kernels: venv $(VENV)/.installed-triton
-	@STAGELINE_KERNEL_CASES=$(CASES) TRITON_INTERPRET=1 $(PYTEST) $(ON_EACH_CORE) $(LONG) -m kernels tests/kernels
-	@STAGELINE_KERNEL_CASES=$(CASES) TRITON_CACHE_DIR=$(CURDIR)/$(VENV)/triton $(PYTEST) $(ON_EACH_CORE) $(LONG) -m kernels tests/kernels
+	@STAGELINE_TEST_KERNEL_CASES=$(CASES) TRITON_INTERPRET=1 $(PYTEST) $(ON_EACH_CORE) $(LONG) -m kernels tests/kernels
+	@STAGELINE_TEST_KERNEL_CASES=$(CASES) TRITON_CACHE_DIR=$(CURDIR)/$(VENV)/triton $(PYTEST) $(ON_EACH_CORE) $(LONG) -m kernels tests/kernels
 
 # Every family and cut; test-full has some families each day.
 test-models: venv

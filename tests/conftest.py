@@ -139,7 +139,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     if recorded.all:
         terminalreporter.section("recoveries")
         terminalreporter.write("".join(f"{line}\n" for line in recorded.lines()))
-    if (file := os.environ.get("STAGELINE_RECOVERY_FIGURES")) is not None:
+    if (file := os.environ.get("STAGELINE_TEST_RECOVERY_FIGURES")) is not None:
         with Path(file).open("a") as output:
             output.write(recorded.json_lines())
     if _RESULTS_FILE is not None:

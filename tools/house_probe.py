@@ -85,5 +85,5 @@ def install_probe(directory: str, root: str) -> None:
     sys.setprofile(probe.on_profile_event)
 
 
-if "STAGELINE_HOUSE_PROBE" in os.environ:
-    install_probe(os.environ["STAGELINE_HOUSE_PROBE"], os.environ["STAGELINE_HOUSE_ROOT"])
+if "STAGELINE_TEST_HOUSE_PROBE" in os.environ:
+    install_probe(os.environ["STAGELINE_TEST_HOUSE_PROBE"], os.environ["STAGELINE_TEST_HOUSE_ROOT"])

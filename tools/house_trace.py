@@ -138,7 +138,9 @@ class Cluster:
             if process.poll() is not None:
                 log = (self._directory / f"{name}.log").read_text()
                 raise RuntimeError(f"{name} ended with exit code {process.returncode}:\n{log}")
-        environment = {name: value for name, value in os.environ.items() if name != "STAGELINE_HOUSE_PROBE"}
+        environment = {
+            name: value for name, value in os.environ.items() if name != "STAGELINE_TEST_HOUSE_PROBE"
+        }
         command = [*_COMMAND, "status", "--json", "--coordinator", self.address]
         status = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=60)
         if status.returncode != 0:
@@ -266,7 +268,7 @@ def _start_probe(directory: Path, root: Path) -> None:
         os.environ[name] = str(directory / name)
         (directory / name).mkdir()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(directory), os.environ["PYTHONPATH"]])
-    os.environ |= {"STAGELINE_HOUSE_PROBE": str(directory), "STAGELINE_HOUSE_ROOT": f"{root}/"}
+    os.environ |= {"STAGELINE_TEST_HOUSE_PROBE": str(directory), "STAGELINE_TEST_HOUSE_ROOT": f"{root}/"}
     subprocess.run([sys.executable, __file__, str(root)], check=True)
 
 
@@ -287,8 +289,8 @@ def main() -> None:
     parser.add_argument("root", type=Path, help="Top directory of the measured tree.")
     root = parser.parse_args().root.resolve()
     _end_on_sigterm()
-    if "STAGELINE_HOUSE_PROBE" in os.environ:
-        print(json.dumps(_measure(Path(os.environ["STAGELINE_HOUSE_PROBE"]))))
+    if "STAGELINE_TEST_HOUSE_PROBE" in os.environ:
+        print(json.dumps(_measure(Path(os.environ["STAGELINE_TEST_HOUSE_PROBE"]))))
         return
     with tempfile.TemporaryDirectory(prefix="stageline-house-") as directory:
         _start_probe(Path(directory), root)

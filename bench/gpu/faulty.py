@@ -1,9 +1,10 @@
 """`python -m bench.gpu.faulty` is the `stageline` command, with a worker whose device fails once.
 
-With STAGELINE_BENCH_FAULT=FILE the first worker that begins a step while FILE exists renames it to FILE.done,
-and computes what the file says before the step: "assert" indexes out of range on the device, which poisons
-its context; "memory" allocates more than any device has. FILE.done then has the time, `time.monotonic()`.
-The product itself is unchanged. The coordinator logs its steps as by `bench.harness.traced`.
+With STAGELINE_TEST_BENCH_FAULT=FILE the first worker that begins a step while FILE exists renames it
+FILE.done, and computes what the file says before the step: "assert" indexes out of range on the device,
+which poisons its context; "memory" allocates more than any device has. FILE.done then has the time,
+`time.monotonic()`. The product itself is unchanged. The coordinator logs its steps as by
+`bench.harness.traced`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bench.harness.step_log import FILE_VARIABLE
 from bench.harness.traced import StepLog, trace_scheduler
 from stageline.__main__ import main
 
-FAULT_VARIABLE = "STAGELINE_BENCH_FAULT"
+FAULT_VARIABLE = "STAGELINE_TEST_BENCH_FAULT"
 ASSERT, MEMORY = "assert", "memory"
 MORE_THAN_ANY = 1 << 50
 

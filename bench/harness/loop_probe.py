@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-FILE_VARIABLE = "STAGELINE_BENCH_LAG"
+FILE_VARIABLE = "STAGELINE_TEST_BENCH_LAG"
 INTERVAL_S = 0.005
 _KEPT = 100
 """Samples per write."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-FILE_VARIABLE = "STAGELINE_BENCH_STEPS"
+FILE_VARIABLE = "STAGELINE_TEST_BENCH_STEPS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

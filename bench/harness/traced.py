@@ -1,9 +1,9 @@
 """`python -m bench.harness.traced` is the `stageline` command with a coordinator that logs its steps.
 
-With STAGELINE_BENCH_STEPS=FILE the coordinator appends one JSON line per step to FILE: sending and result
-times, content, and times of each stage. Times are `time.monotonic()`, which all processes of a machine share.
-Logging a step costs 10 to 20 us of the coordinator's time; the product itself is unchanged. With
-STAGELINE_BENCH_LAG=FILE it appends how late its event loop is, from the first epoch on.
+With STAGELINE_TEST_BENCH_STEPS=FILE the coordinator appends one JSON line per step to FILE: sending and
+result times, content, and times of each stage. Times are `time.monotonic()`, which all processes of a
+machine share. Logging a step costs 10 to 20 us of the coordinator's time; the product itself is unchanged.
+With STAGELINE_TEST_BENCH_LAG=FILE it appends how late its event loop is, from the first epoch on.
 """
 
 from __future__ import annotations

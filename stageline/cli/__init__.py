@@ -12,6 +12,7 @@ import typer
 
 from deploy import ClusterFailed
 from stageline.cli.commands import OTHER_NAMES, add_command
+from stageline.cli.environment import unknown_variable
 from stageline.cli.options import USAGE, CommandFailed, report
 from stageline.client.errors import Overloaded, StagelineError
 from stageline.version import VERSION
@@ -104,6 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         words = sys.argv[1:] if arguments is None else list(arguments)
+        if (unknown := unknown_variable(os.environ)) is not None:
+            report(unknown, reason=USAGE)
+            return ExitCode.USAGE
         app = make_app(words[0] if words else None)
         return app(words or ["--help"], prog_name="stageline", standalone_mode=False) or ExitCode.DONE
     except typer.TyperException as error:

@@ -1,6 +1,6 @@
 """`python -m tests.churn.counted`: the `stageline` command, which counts its objects on SIGUSR1.
 
-Each count is one line of JSON in the file that STAGELINE_CHURN_COUNTS names. Objects from before
+Each count is one line of JSON in the file that STAGELINE_TEST_CHURN_COUNTS names. Objects from before
 the coordinator listened are frozen (`gc.freeze`) and do not count.
 """
 
@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from stageline.__main__ import main
 
-COUNTS_VARIABLE = "STAGELINE_CHURN_COUNTS"
+COUNTS_VARIABLE = "STAGELINE_TEST_CHURN_COUNTS"
 ALLOCATED = "allocated blocks"
 """All blocks of Python's allocator, including objects that the collector does not track."""
 

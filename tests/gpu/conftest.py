@@ -1,4 +1,4 @@
-"""Tests of stages on a GPU. Another device, to try the tests themselves: STAGELINE_GPU_TEST_DEVICE=cpu."""
+"""Tests of stages on a GPU. Another device, to try the tests themselves: STAGELINE_TEST_GPU_DEVICE=cpu."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from stage_worker.backends.torch_device import prepare_process, prepare_thread
 
-DEVICE = os.environ.get("STAGELINE_GPU_TEST_DEVICE", "cuda:0")
+DEVICE = os.environ.get("STAGELINE_TEST_GPU_DEVICE", "cuda:0")
 NO_DEVICE = "no CUDA device: these tests need one GPU and a torch build with CUDA"
 
 

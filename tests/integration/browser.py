@@ -13,13 +13,13 @@ import pytest
 from playwright.async_api import Browser, Page, async_playwright
 
 CHROMIUM = (
-    os.environ.get("STAGELINE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    os.environ.get("STAGELINE_TEST_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 )
 VISIBLE_MS = 20_000
 """Time limit in milliseconds for visible changes."""
 
 needs_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="no browser: install chromium, or name one in STAGELINE_CHROMIUM"
+    CHROMIUM is None, reason="no browser: install chromium, or name one in STAGELINE_TEST_CHROMIUM"
 )
 
 

@@ -30,7 +30,7 @@ from web.api_keys import KeysFile, new_key, write_keys
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 ANSWER = " a bird sang in the old tree. The sun was warm, and Lily was very happy."
-IMAGES = os.environ.get("STAGELINE_RECORD_IMAGES")
+IMAGES = os.environ.get("STAGELINE_TEST_RECORD_IMAGES")
 """Folder for the images of the documentation, docs/images; unset: images are made and thrown away."""
 
 pytestmark = needs_browser

@@ -31,10 +31,10 @@ CI_ARCHITECTURE = "sm_90"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With STAGELINE_KERNEL_CASES=ci, keep 20 interpreted cases spread over all and `CI_CASES`, and the
+    """With STAGELINE_TEST_KERNEL_CASES=ci, keep 20 interpreted cases spread over all and `CI_CASES`, and the
     compiler's for one architecture, beside those that neither run nor compile a kernel.
     """
-    if os.environ.get("STAGELINE_KERNEL_CASES") != "ci":
+    if os.environ.get("STAGELINE_TEST_KERNEL_CASES") != "ci":
         return
     mine = [item for item in items if FOLDER in item.path.parents]
     if _IS_INTERPRETED:

@@ -25,7 +25,8 @@ All commands and their flags. {GENERATED}
 
 The file is TOML. Values are numbers (`N`, `COUNT`, `SECONDS`, `X`, `RATIO`), `true` or `false`; all others
 are strings as on the command line, such as `trace-bytes = "64MiB"` and `layers = "10,12,10"`. Relative paths
-are relative to the working directory. Unknown keys and wrong types are errors.
+are relative to the working directory. Unknown keys, unknown variables and wrong types are errors; variables
+with `STAGELINE_TEST_` are for the tests of Stageline.
 
 `--print-config` prints the resulting configuration as such a file and exits. It prints the path of
 `--token-file`, never the operator token.

@@ -55,8 +55,8 @@ class Program:
         environment = {
             **os.environ,
             "PYTHONPATH": str(probe),
-            "STAGELINE_HOUSE_PROBE": str(probe),
-            "STAGELINE_HOUSE_ROOT": f"{self.file.parent}/",
+            "STAGELINE_TEST_HOUSE_PROBE": str(probe),
+            "STAGELINE_TEST_HOUSE_ROOT": f"{self.file.parent}/",
         }
         self.process = subprocess.Popen(
             [sys.executable, self.file],
