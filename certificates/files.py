@@ -6,6 +6,7 @@ intermediates after it) and `tls.key`.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import ssl
@@ -221,7 +222,8 @@ def _read(path: Path) -> bytes:
 
 
 def _unusable(path: Path, error: OSError) -> UnusableTlsFiles:
-    return UnusableTlsFiles(f"{path}: {error.strerror.lower()}" if error.strerror else str(error))
+    advice = ": `stageline certs` and join tokens make certificates" if error.errno == errno.ENOENT else ""
+    return UnusableTlsFiles(f"{path}: {error.strerror.lower()}{advice}" if error.strerror else str(error))
 
 
 def _joined(certificates: Sequence[x509.Certificate]) -> bytes:

@@ -28,6 +28,9 @@ ROLES = (Role.WORKER,)
 _TOKEN = re.compile(r"sl-join\.([0-9a-f]{64})\.([0-9a-f]{12})\.([A-Za-z0-9_-]{43})", re.ASCII)
 
 
+NEW_TOKEN = "make one with `stageline token create` on the coordinator's host"
+
+
 class JoinTokenUnusable(ValueError):
     """A token that is unknown, has ended or is used up; the text tells more to holders of the secret only."""
 
@@ -120,14 +123,16 @@ class JoinTokenStore:
             record = records.get(token_id)
             expected = "" if record is None else record.sha256
             if not hmac.compare_digest(_sha256(secret), expected) or record is None:
-                raise JoinTokenUnusable("the join token is unknown")
+                raise JoinTokenUnusable(f"the join token is unknown: {NEW_TOKEN}")
             if self._clock() >= record.expires_at:
                 raise JoinTokenUnusable(
-                    f"join token {token_id} ended at {record.expires_at.isoformat(timespec='seconds')}"
+                    f"join token {token_id} ended at {record.expires_at.isoformat(timespec='seconds')}: "
+                    f"{NEW_TOKEN}"
                 )
             if key_sha256 not in record.keys:
                 if not record.uses_left:
-                    raise JoinTokenUnusable(f"join token {token_id} was used {record.uses} times, the limit")
+                    problem = f"join token {token_id} was used {record.uses} times, the limit"
+                    raise JoinTokenUnusable(f"{problem}: {NEW_TOKEN}")
                 records[token_id] = replace(record, keys=(*record.keys, key_sha256))
         return record.role
 

@@ -68,7 +68,9 @@ def read_config(path: Path) -> dict[str, object]:
     Raises CheckpointNotFound without the file, and like `read_json_object`.
     """
     if not is_named(path / CONFIG_FILE):
-        raise CheckpointNotFound(f"{path} has neither {CONFIG_FILE} nor {PARAMS_FILE}")
+        raise CheckpointNotFound(
+            f"{path} has neither {CONFIG_FILE} nor {PARAMS_FILE}: give the directory of a checkpoint"
+        )
     raw = read_json_object(path / CONFIG_FILE)
     if not raw.get(QUANTIZATION_FIELD) and is_named(path / MODELOPT_FILE):
         raw[QUANTIZATION_FIELD] = modelopt_config(read_json_object(path / MODELOPT_FILE))

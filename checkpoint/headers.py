@@ -134,7 +134,7 @@ def _check_no_gaps(path: Path, tensors: Mapping[str, TensorEntry], data_begin: i
             raise BadHeader(f"{path}: tensor {name} begins at byte {entry.begin}, expected {position}")
         position = entry.end
     if position != size_bytes:
-        raise BadHeader(f"{path} has {size_bytes} bytes, its header accounts for {position}")
+        raise BadHeader(f"{path} has {size_bytes} bytes, its header accounts for {position}: copy it again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,4 +238,6 @@ def _nothing_to_read(directory: Path, files: WeightFiles) -> CheckpointNotFound 
             f"{directory} has weights as {', '.join(others[:5])}; only {files}"
             " with its shards is supported: convert the weights to safetensors"
         )
-    return CheckpointNotFound(f"{directory} has neither {files.single} nor {files.index}")
+    return CheckpointNotFound(
+        f"{directory} has neither {files.single} nor {files.index}: copy the weights beside the config"
+    )

@@ -587,7 +587,8 @@ class CoordinatorConfig:
         split = ",".join(map(str, self.layers))
         if len(self.layers) != self.num_stages:
             raise ValueError(
-                f"layers {split} are for {len(self.layers)} stages, but there are {self.num_stages}"
+                f"layers {split} are for {len(self.layers)} stages, but there are {self.num_stages}: "
+                "give one number for each stage"
             )
         if min(self.layers) < 1:
             raise ValueError(f"layers {split} leave a stage without layers")

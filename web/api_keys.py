@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hmac
 import logging
@@ -187,7 +188,9 @@ def read_keys(path: Path) -> dict[str, ApiKey]:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise KeysUnusable(f"{path} is not TOML: {error}") from None
     except OSError as error:
-        raise KeysUnusable(f"{path}: {error.strerror.lower()}" if error.strerror else str(error)) from None
+        advice = ": `stageline keys create` makes it" if error.errno == errno.ENOENT else ""
+        problem = f"{path}: {error.strerror.lower()}" if error.strerror else str(error)
+        raise KeysUnusable(f"{problem}{advice}") from None
     if not isinstance(entries, list) or len(entries) > MAX_KEYS:
         raise KeysUnusable(f"{path} has no list of at most {MAX_KEYS} [[keys]]")
     keys = {key.id: key for number, entry in enumerate(entries) for key in [_parse(path, number, entry)]}

@@ -81,6 +81,12 @@ def caller_of(context: Context) -> AuditCaller:
     return {"who": peer_identity(context) or f"host {host}", "host": host}
 
 
+def _denial(caller: Identity, method: str) -> str:
+    roles = sorted(role.value for role in ROLES_OF_METHOD.get(method, ()))
+    advice = f": use a certificate of role {' or '.join(roles)}" if roles else ""
+    return f"{caller} may not call {method.rpartition('/')[2][:100]}{advice}"
+
+
 class DenyList:
     """Identities and serial numbers whose certificates are refused before they end; read when it changes."""
 
@@ -151,7 +157,7 @@ class AuthorizationInterceptor(grpc.aio.ServerInterceptor):
         try:
             caller = self._caller(context)
             if caller.role not in ROLES_OF_METHOD.get(method, frozenset()):
-                raise AccessDenied(f"{caller} may not call {method.rpartition('/')[2][:100]}")
+                raise AccessDenied(_denial(caller, method))
         except ServingError as error:
             self._refused.note(f"a call of {method[:100]}", str(error), host=peer_host(context), who=caller)
             await abort_call(context, error, method)

@@ -78,7 +78,7 @@ def checkpoint_directory(text: str) -> Path:
     path = Path(text)
     is_gguf = path.suffix.lower() == ".gguf"
     if not path.exists():
-        raise ValueError(f"{'file' if is_gguf else 'directory'} {text!r} does not exist{_hub_hint(text)}")
+        raise ValueError(f"{'file' if is_gguf else 'directory'} {text!r} does not exist: {_model_hint(text)}")
     if not path.is_dir() and not is_gguf:
         raise ValueError(
             f"{text!r} is a file: give the directory of a Hugging Face checkpoint, or a GGUF file"
@@ -89,9 +89,11 @@ def checkpoint_directory(text: str) -> Path:
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def _hub_hint(text: str) -> str:
-    """For names as hubs have them, which other servers take without a scheme."""
-    return f"; a model of the Hugging Face Hub is hf://{text}" if _HUB_NAME.fullmatch(text) else ""
+def _model_hint(text: str) -> str:
+    """What to give; for names as hubs have them, which other servers take without a scheme, their address."""
+    if _HUB_NAME.fullmatch(text):
+        return f"a model of the Hugging Face Hub is hf://{text}"
+    return "give the directory of a checkpoint, a GGUF file, or hf://ORG/NAME"
 
 
 def plain(value: Any) -> Any:

@@ -333,7 +333,8 @@ class Controller:
         """
         connection = self.connections.get(name)
         if connection is None:
-            raise WorkerNotFound(f"worker {name!r} not found")
+            known = ", ".join(sorted(self.connections)) or "none"
+            raise WorkerNotFound(f"worker {name!r} not found: connected are {known}")
         self._events.drain_started(name, by_worker=False)
         self._carry_out(self.state.drain(name))
         await connection.wait_closed()

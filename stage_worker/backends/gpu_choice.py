@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 FREE_SHARE = 0.9
 """Of its memory, a GPU that no other process uses has more than this free: the driver keeps a little."""
+GPU_ADVICE = "check driver and torch build, or use --device cpu"
 _LIST_TIMEOUT_S = 120.0
 # In a process of its own: asking a GPU for its free memory takes some 300 MB of it until the process ends.
 _LIST = """\
@@ -72,7 +73,7 @@ def list_gpus() -> list[ListedGpu]:
         reason = (listed.stderr.strip().splitlines() or [f"exit code {listed.returncode}"])[-1]
         raise NoFreeGpu(f"torch cannot list the GPUs of this host: {reason}")
     if not (gpus := [ListedGpu(**entry) for entry in json.loads(listed.stdout)]):
-        raise NoFreeGpu("torch sees no GPU on this host: check driver and torch build, or use --device cpu")
+        raise NoFreeGpu(f"torch sees no GPU on this host: {GPU_ADVICE}")
     return gpus
 
 

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from stage_worker.backends.contract import DeviceError
+from stage_worker.backends.gpu_choice import GPU_ADVICE
 from stage_worker.config import MemoryTooLarge, parse_cpu_set, pin_to
 from wire.device_rates import DeviceRates
 from wire.errors import StepFaultKind
@@ -52,7 +53,7 @@ def parse_device(text: str) -> torch.device:
         raise ValueError(f"device {text!r} is neither cpu nor cuda")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= available:
-        raise ValueError(f"device {text!r} not found: torch sees {available} CUDA devices")
+        raise ValueError(f"device {text!r} not found: torch sees {available} CUDA devices; {GPU_ADVICE}")
     return torch.device("cuda", device.index or 0)
 
 

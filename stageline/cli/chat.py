@@ -42,7 +42,7 @@ def chat(
         if not model.has_chat_template:
             if not model.has_tokenizer:
                 text = f"model {model.name} has no tokenizer (tokenizer.json), which a chat needs"
-                raise CommandFailed(text, reason="NO_TOKENIZER")
+                raise CommandFailed(f"{text}: {options.COPY_TOKENIZER}", reason="NO_TOKENIZER")
             text = f"model {model.name} has no chat template; use `stageline generate`"
             raise CommandFailed(text, reason="NO_CHAT_TEMPLATE")
         _say(f"Chatting with {model.name}. /reset clears the history, /exit ends the chat.")

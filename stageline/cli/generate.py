@@ -73,7 +73,7 @@ async def _run(client: Client, prompt: Prompt, wanted: GenerateOptions, *, is_js
         model = await client.model()
         if isinstance(prompt, str) and not model.has_tokenizer:
             text = f"model {model.name} has no tokenizer (tokenizer.json): give token ids with --token-ids"
-            raise CommandFailed(text, reason="NO_TOKENIZER")
+            raise CommandFailed(f"{text}, or {options.COPY_TOKENIZER}", reason="NO_TOKENIZER")
         outputs = client.generate(prompt, **wanted)
         if (secret := wanted.get("attach_secret")) is not None:
             store(wanted["request_id"] or "", secret)

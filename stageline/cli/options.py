@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from telemetry.service_manager import NotifySettings
     from telemetry.settings import TelemetrySettings
 
+COPY_TOKENIZER = "copy the model's tokenizer.json beside its weights and restart the coordinator"
+"""Advice where a model has no tokenizer."""
 USAGE = "USAGE"
 """Reason code of a wrong command line."""
 

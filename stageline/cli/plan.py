@@ -330,7 +330,8 @@ def plan(
         _refuse_beside_check(context)
         return check(_files_of(checked), name=checked, as_json=as_json)
     if workers is None:
-        raise typer.BadParameter("is required", param_hint="--workers")
+        problem = "is required: give the memory of each worker, such as 24GiB,24GiB"
+        raise typer.BadParameter(problem, param_hint="--workers")
     capacities = options.build_config(lambda: with_rates(parse_workers(workers, gpus=gpus), device_rates))
     config = make_config(
         CoordinatorConfig,

@@ -208,7 +208,9 @@ async def test_every_method_is_open_to_its_roles_alone(certificates: Certificate
                 begin = partial(channel.unary_stream(method), b"\xff", timeout=DEADLINE_S)
                 found = await outcome(begin)
             denied = f"{role.value} someone may not call {method.rpartition('/')[2]}"
-            is_denied = found == (Code.PERMISSION_DENIED, "ACCESS_DENIED", denied)
+            permitted = " or ".join(sorted(other.value for other in ROLES_OF_METHOD[method]))
+            advice = f": use a certificate of role {permitted}"
+            is_denied = found == (Code.PERMISSION_DENIED, "ACCESS_DENIED", f"{denied}{advice}")
             assert is_denied is (role not in ROLES_OF_METHOD[method]), (method, found)
         assert cluster.epoch == 1
 

@@ -19,7 +19,7 @@ import stage_worker.enrolment
 from certificates.authority import hosts_of, make_authority, new_key
 from certificates.files import UnusableTlsFiles, read_tls_material, write_authority
 from certificates.identity import Identity, Role
-from certificates.join_tokens import JoinToken, JoinTokenStore
+from certificates.join_tokens import NEW_TOKEN, JoinToken, JoinTokenStore
 from certificates.requests import make_request
 from coordinator.enrolment.server import MAX_BODY_BYTES, MAX_TRIES
 from stage_worker.config import WorkerConfig
@@ -180,7 +180,7 @@ def test_a_renewal_waits_for_two_thirds_of_the_life(tmp_path: Path, elapsed_h: i
 async def test_tokens_that_do_not_count_are_refused(enrolment: Enrolment) -> None:
     token = enrolment.token()
     ended = enrolment.token(life=timedelta(0))
-    unknown = (403, "JOIN_TOKEN_REFUSED", "the join token is unknown")
+    unknown = (403, "JOIN_TOKEN_REFUSED", f"the join token is unknown: {NEW_TOKEN}")
     async with enrolment.cluster() as cluster, enrolment.http(cluster) as http:
         for token_id, secret in (("0" * 12, token.secret), (token.token_id, ended.secret)):
             found = await post(http, "/enroll", token_id=token_id, secret=secret, csr=csr())
@@ -192,7 +192,10 @@ async def test_tokens_that_do_not_count_are_refused(enrolment: Enrolment) -> Non
         fields = {"token_id": token.token_id, "secret": token.secret}
         assert (await post(http, "/enroll", **fields, csr=csr()))[0] == 200
         status, _, text = await post(http, "/enroll", **fields, csr=csr("w1"))
-        assert (status, text) == (403, f"join token {token.token_id} was used 1 times, the limit")
+        assert (status, text) == (
+            403,
+            f"join token {token.token_id} was used 1 times, the limit: {NEW_TOKEN}",
+        )
         denials = enrolment.records("access.denied")
         assert [record["problem"] for record in denials][:2] == [unknown[2]] * 2
         assert {record["call"] for record in denials} == {"POST /enroll"}

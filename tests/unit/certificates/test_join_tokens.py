@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 from certificates.authority import new_key
 from certificates.files import UnusableTlsFiles
 from certificates.identity import Role
-from certificates.join_tokens import MAX_USES, JoinTokenStore, JoinTokenUnusable, parse_join_token
+from certificates.join_tokens import MAX_USES, NEW_TOKEN, JoinTokenStore, JoinTokenUnusable, parse_join_token
 from certificates.requests import make_request, parse_request
 
 CA = "ab" * 32
@@ -61,7 +61,7 @@ def test_a_token_is_used_as_often_as_it_says(path: Path) -> None:
         try:
             JoinTokenStore(path).redeem(token.token_id, token.secret, f"key {number}")
         except JoinTokenUnusable as error:
-            return str(error) != f"join token {token.token_id} was used 5 times, the limit"
+            return str(error) != f"join token {token.token_id} was used 5 times, the limit: {NEW_TOKEN}"
         return True
 
     with ThreadPoolExecutor(8) as threads:
@@ -78,7 +78,7 @@ def test_unknown_and_wrong_tokens_get_the_same_answer(path: Path) -> None:
     token = store.create(CA, Role.WORKER, life=HOUR, uses=1)
     clock.now += HOUR
     for token_id, secret in ((token.token_id, "x" * 43), ("0" * 12, token.secret)):
-        with pytest.raises(JoinTokenUnusable, match=r"^the join token is unknown$"):
+        with pytest.raises(JoinTokenUnusable, match=f"^the join token is unknown: {NEW_TOKEN}$"):
             store.redeem(token_id, secret, "key")
     with pytest.raises(JoinTokenUnusable, match=r"ended at 2026-01-01T01:00:00\+00:00"):
         store.redeem(token.token_id, token.secret, "key")

@@ -97,7 +97,8 @@ def test_text_for_a_model_without_tokenizer_is_one_clear_line(
     assert main(["generate", "hello", "--coordinator", untokenized_address]) == 1
     assert capsys.readouterr().err == (
         "stageline: error[NO_TOKENIZER]: model fake-stories has no tokenizer (tokenizer.json): "
-        "give token ids with --token-ids\n"
+        "give token ids with --token-ids, or copy the model's tokenizer.json beside its weights and "
+        "restart the coordinator\n"
     )
 
 
@@ -213,7 +214,7 @@ def test_a_chat_with_a_model_without_tokenizer_is_one_clear_line(
     assert main(["chat", "--coordinator", untokenized_address]) == 1
     assert capsys.readouterr().err == (
         "stageline: error[NO_TOKENIZER]: model fake-stories has no tokenizer (tokenizer.json), "
-        "which a chat needs\n"
+        "which a chat needs: copy the model's tokenizer.json beside its weights and restart the coordinator\n"
     )
 
 

@@ -30,7 +30,7 @@ from wire.transport import TransportSettings
         ("keys creat", "No such command 'creat'. Did you mean 'create'?"),
         ("plan --workers 1GiB --workers 2GiB", "'--workers': is given 2 times, and takes one value"),
         ("gateway --coordinator a:1 --coordinator=b:2", "'--coordinator': is given 2 times"),
-        ("up --model Qwen/Qwen3-8B", "does not exist; a model of the Hugging Face Hub is hf://Qwen/Qwen3-8B"),
+        ("up --model Qwen/Qwen3-8B", "does not exist: a model of the Hugging Face Hub is hf://Qwen/Qwen3-8B"),
         ("plan --check http://nowhere", "http://nowhere"),
         ("generate", "Missing argument 'PROMPT'"),
         ("generate x --temprature 1", "No such option: --temprature"),
