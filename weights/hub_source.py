@@ -108,4 +108,5 @@ def _explained(location: RemoteModel, error: Exception) -> SourceError:
             return SourceRefused(f"{location} cannot be opened: HF_HUB_OFFLINE is set")
         case HfHubHTTPError() if (status := error.response.status_code) < 500 and status != 429:
             return SourceRefused(f"{location}: the hub answered {status}")
-    return SourceUnavailable(f"{location}: {constants.ENDPOINT} does not respond: {type(error).__name__}")
+    problem = f"{location}: {constants.ENDPOINT} does not respond: {type(error).__name__}"
+    return SourceUnavailable(f"{problem}; check the network and HF_ENDPOINT, or give a directory")

@@ -292,7 +292,7 @@ def _check_free(address: Address) -> None:
     problems = [_bind_problem(family, sockaddr) for family, _, _, _, sockaddr in candidates]
     # A host name with several addresses is served on those that can be bound.
     if all(problems):
-        raise OSError(f"cannot listen on {address}: {problems[0]}")
+        raise OSError(f"cannot listen on {address}: {problems[0]}; give another --listen")
 
 
 def _bind_problem(family: socket.AddressFamily, sockaddr: tuple[Any, ...]) -> str | None:

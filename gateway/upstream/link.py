@@ -27,6 +27,7 @@ from wire.errors import ClusterUnavailable, DeadlinePassed, reason_of
 from wire.ids import id_text, new_request_id
 from wire.interceptors import CONDITION_KEY, READINESS
 from wire.transport import PLAIN, RenewedChannel, Transport
+from wire.unreachable import SILENT, unreachable_cause
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ class CoordinatorLink:
         """
         self._address = address
         self._policy = policy
+        self._transport = transport
         self._channel = RenewedChannel(transport, address)
         self._files = TokenizerFiles(cache_directory)
         self._model: ModelInfo | None = None
@@ -191,7 +193,9 @@ class CoordinatorLink:
                     raise _no_coordinator(self._address, error) from None
                 if (now_s := asyncio.get_running_loop().time()) - warned_s >= self._policy.unreachable_s:
                     warned_s = now_s
-                    log.warning("waiting for coordinator %s: %s", self._address, error.details())
+                    cause = await unreachable_cause(self._address, self._transport)
+                    reason = error.details() if cause == SILENT else cause
+                    log.warning("waiting for coordinator %s: %s", self._address, reason)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._policy.max_retry_s)
         self._tasks = [
