@@ -586,10 +586,8 @@ class CoordinatorConfig:
             return
         split = ",".join(map(str, self.layers))
         if len(self.layers) != self.num_stages:
-            raise ValueError(
-                f"layers {split} are for {len(self.layers)} stages, but there are {self.num_stages}: "
-                "give one number for each stage"
-            )
+            counts = f"are for {len(self.layers)} stages, but there are {self.num_stages}"
+            raise ValueError(f"layers {split} {counts}: give one number for each stage")
         if min(self.layers) < 1:
             raise ValueError(f"layers {split} leave a stage without layers")
 

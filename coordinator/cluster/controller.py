@@ -165,9 +165,8 @@ class Controller:
         """
         present = self.connections.get(identity.name)
         if present is not None and not is_secret(rejoin_secret, present.rejoin_secret):
-            where = present.identity.address
-            problem = f"the name {identity.name!r} is in use by the worker at {where}"
-            raise NameInUse(f"{problem}: start one of them with another --name")
+            taken = f"the name {identity.name!r} is in use by the worker at {present.identity.address}"
+            raise NameInUse(f"{taken}: give another --name")
         actions = self.state.join(identity)
         connection = WorkerConnection(
             identity,

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from deploy import ClusterFailed
-from stageline.cli.commands import OTHER_NAMES, add_command
-from stageline.cli.environment import unknown_variable
+from stageline.cli.commands import OTHER_NAMES, add_command, unknown_variable
 from stageline.cli.options import USAGE, CommandFailed, report
 from stageline.client.errors import Overloaded, StagelineError
 from stageline.version import VERSION

@@ -44,6 +44,8 @@ _SIZES = ("Weights", "KV", "Activations", "Total", "Free")
 _RATES = ("Memory", "Products", "Share", "Decode step")
 _KIND_SIZES = ("Weights", "Step cost", "KV/token", "KV group")
 
+_WITHOUT_WORKERS = "is required: give the memory of each worker, such as 24GiB,24GiB"
+
 
 def plan_view(plan: Plan, model: "ServedModel", layers: LayerKinds) -> RenderableType:
     """Stages with layers and memory, kinds of layers, legal cuts, and the KV cache's capacity."""
@@ -330,8 +332,7 @@ def plan(
         _refuse_beside_check(context)
         return check(_files_of(checked), name=checked, as_json=as_json)
     if workers is None:
-        problem = "is required: give the memory of each worker, such as 24GiB,24GiB"
-        raise typer.BadParameter(problem, param_hint="--workers")
+        raise typer.BadParameter(_WITHOUT_WORKERS, param_hint="--workers")
     capacities = options.build_config(lambda: with_rates(parse_workers(workers, gpus=gpus), device_rates))
     config = make_config(
         CoordinatorConfig,

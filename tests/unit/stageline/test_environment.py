@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stageline.cli import main
-from stageline.cli.environment import unknown_variable
+from stageline.cli.commands import unknown_variable
 
 
 @pytest.mark.parametrize("command", ["coordinator", "worker", "status", "generate"])
