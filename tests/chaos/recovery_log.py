@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 
 
@@ -68,7 +69,7 @@ def spans_of(
     """The phases one after another, without gaps. `coordinator_downs`: when it ended and listened again."""
     spans: list[Span] = []
     changes = sorted([*_changes(lines), *_downs(coordinator_downs)])
-    for (begin_s, phase), (next_s, _) in zip(changes, [*changes[1:], (end_s, "")], strict=True):
+    for (begin_s, phase), (next_s, _) in pairwise([*changes, (end_s, "")]):
         if next_s > begin_s:
             spans.append(Span(Phase[phase], begin_s, next_s))
     return spans

@@ -66,3 +66,8 @@ def test_lines_other_than_json_are_skipped(tmp_path: Path) -> None:
     entry = json.dumps({"ts": "2026-01-31T12:00:00.250Z", "message": "serving: epoch 1, 2 stages"})
     log.write_text(f"stageline coordinator listening on 127.0.0.1:1\n{entry}\n7\n")
     assert read_log(log) == [LogLine(1769860800.25, "serving: epoch 1, 2 stages")]
+
+
+def test_a_log_without_lines_has_no_spans() -> None:
+    """As of a cluster that did not start, whose own failure is reported."""
+    assert spans_of([], [], end_s=20.0) == []
