@@ -9,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from gateway.output import ChoiceOutput, Delta, OutputRules
 from gateway.rendering import Rendering
 from gateway.spans import OutputTimes
-from gateway.text_thread import TextThread
+from gateway.text_thread import TenantText
 from gateway.upstream.contract import ChoiceEnd, Item, PromptLogprobs, Tokens, TokenStream
 from stageline_rpc.v1 import inference_pb2
 from stageline_rpc.v1.inference_pb2 import TokenLogprobs
@@ -105,7 +105,7 @@ class Generation:
         spec: GenerationSpec,
         prompts: Sequence[Sequence[int]],
         streams: Sequence[TokenStream],
-        text: TextThread,
+        text: TenantText,
         times: OutputTimes | None = None,
     ) -> None:
         """`times` takes the times of the output, if they are recorded."""

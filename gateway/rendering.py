@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from gateway.output import Delta
 from gateway.spans import OutputTimes
-from gateway.text_thread import TextThread
+from gateway.text_thread import TenantText
 from gateway.upstream.contract import Item, UpstreamFailure
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Rendering(Generic[_Rendered]):
     def __init__(
         self,
         generation: Generation,
-        text: TextThread,
+        text: TenantText,
         render: Callable[[Delta], _Rendered | None],
         times: OutputTimes | None = None,
     ) -> None:

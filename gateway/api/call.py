@@ -25,7 +25,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.output import OutputRules
 from gateway.parsers.families import AUTO, ParserChoice, choose_parsers
 from gateway.spans import GatewaySpans, OutputTimes, RequestSpan, span_of
-from gateway.text_thread import TextThread
+from gateway.text_thread import TenantText, TextThread
 from gateway.upstream.contract import TokenStream, Upstream, UpstreamFailure
 from stageline_rpc.v1 import inference_pb2
 from text.tokenizer import TextCodec
@@ -137,6 +137,11 @@ class Gateway:
         self.text.close()
         self.prompts.close()
         self.parsing.close()
+
+    @property
+    def visitor_text(self) -> TenantText:
+        """The text thread, with the turns of the visitor."""
+        return self.text.of(self.visitor.share)
 
     async def beside_loop(self, work: Callable[[], _Result]) -> _Result:
         """Run slow work of a request, such as tokenizing, on a thread, when it is the visitor's turn."""
@@ -374,7 +379,7 @@ async def submit(gateway: Gateway, call: Call, submission: Submission) -> Genera
     if call.span is not None:
         call.span.accepted()
     prompts = [prompt for prompt, _ in submission.prompts]
-    return Generation(submission.spec, prompts, streams, gateway.text, call.output_times)
+    return Generation(submission.spec, prompts, streams, gateway.visitor_text, call.output_times)
 
 
 async def _submit_one(gateway: Gateway, call: Call, message: inference_pb2.GenerateRequest) -> TokenStream:

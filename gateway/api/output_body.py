@@ -108,7 +108,7 @@ async def respond_whole(
     """Await the output. A client that leaves cancels the request. Raises UpstreamFailure."""
     try:
         await while_connected(request, _collect(generation, writer))
-        body = await gateway.text.run(call.timed(writer.whole))
+        body = await gateway.visitor_text.run(call.timed(writer.whole))
     finally:
         await generation.cancel()
     return Response(body, headers=call.headers(), media_type="application/json")

@@ -109,7 +109,7 @@ class ResponseReading:
 
     def _run(self, work: Callable[[], bytes], *, is_old: bool = False) -> Awaitable[bytes]:
         """Run work of the text thread, or beside it."""
-        run = self.gateway.beside_loop if is_old else self.gateway.text.run
+        run = self.gateway.beside_loop if is_old else self.gateway.visitor_text.run
         return run(work if (times := self._times) is None else times.timed(work))
 
 

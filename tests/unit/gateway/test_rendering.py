@@ -74,7 +74,7 @@ def tokens(first: int, *ids: int) -> Tokens:
 def rendering_of(*streams: Stream) -> Rendering[tuple[int, tuple[int, ...]]]:
     """Renders the choice and the tokens of each delta."""
     spec = GenerationSpec(rules=OutputRules(None), wants_tokens=True)
-    generation = Generation(spec, [(1, 2)] * len(streams), streams, TextThread())
+    generation = Generation(spec, [(1, 2)] * len(streams), streams, TextThread().of(""))
     return generation.rendering(lambda delta: None if delta.finish_reason else seen(delta))
 
 
@@ -141,7 +141,7 @@ async def test_an_error_while_rendering_ends_the_reading() -> None:
         raise KeyError("broken")
 
     generation = Generation(
-        GenerationSpec(rules=OutputRules(None), wants_tokens=True), [(1,)], [stream], TextThread()
+        GenerationSpec(rules=OutputRules(None), wants_tokens=True), [(1,)], [stream], TextThread().of("")
     )
     async with asyncio.timeout(DEADLINE_S):
         with pytest.raises(KeyError, match="broken"):
