@@ -30,7 +30,7 @@ from wire.transport import PLAIN
 ATTACKS = (
     *("one schema", "schemas", "patterns"),
     *("texts", "texts by gRPC", "token texts", "conversations"),
-    *("prompts", "outputs", "kept responses"),
+    *("prompts", "outputs", "answers", "kept responses"),
 )
 CONNECTIONS = 24
 QUIET, FLOOD = "quiet", "flood"

@@ -29,6 +29,8 @@ TEXT = "once upon a time there was a small bird and it sang in the rain. " * 120
 """80 KB: as much as a gateway tokenizes of a text that a model of 2,048 tokens has no room for."""
 NUM_MESSAGES = 1000
 PROMPT_TOKENS = NEW_TOKENS = 1900
+ANSWER_TOKENS = 50
+"""With 8 choices and 20 log-probabilities of each token: 600 KB of body to write."""
 WORDS = ("bird", "rain", "sang", "small", "time", "upon")
 
 Send = Callable[[int], Awaitable[None]]
@@ -62,6 +64,10 @@ def body_of(attack: str, number: int) -> tuple[str, dict[str, Any]]:
         case "outputs":
             more = {"max_tokens": NEW_TOKENS, "n": 8, "ignore_eos": True}
             return "/v1/completions", {"prompt": [3 + number % 1000], **more}
+        case "answers":
+            message = {"role": "user", "content": f"hello {number}"}
+            more = {"max_tokens": ANSWER_TOKENS, "n": 8, "ignore_eos": True, "logprobs": True}
+            return "/v1/chat/completions", {"messages": [message], "top_logprobs": 20, **more}
         case "patterns":
             pattern = f"({'|'.join(WORDS)}|{number}| ?[a-z]*){{200,400}}"
             return "/v1/completions", {"prompt": [3], "max_tokens": 300, "guided_regex": pattern, "n": 4}
