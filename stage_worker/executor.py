@@ -11,7 +11,7 @@ import logging
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -309,7 +309,9 @@ class StepExecutor:
         if self._role.has_head:
             if computed is not None and not isinstance(computed, StepResult):
                 raise InvariantBroken("LAST computed hidden states, expected results")
-            return computed or StepResult(step.epoch, step.step_id)
+            result = computed or StepResult(step.epoch, step.step_id)
+            late_rows = self._compute.take_late_rows(may_wait=computed is None)
+            return replace(result, late_rows=late_rows) if late_rows else result
         if isinstance(computed, StepResult):
             raise InvariantBroken("a stage before LAST computed results, expected hidden states")
         return HandedOn(step.step_id, begun.step_checksum, computed or ())

@@ -31,10 +31,12 @@ class WorkerPolicy:
     """Maximum size of the steps that wait for their hidden states on a stage: 16 messages of maximum size.
     More is a fault of kind UNDECODABLE.
     """
-    mask_wait_s: float = 1.5
-    """Maximum wait per step for grammar masks. Less than the coordinator's `min_step_timeout_s`, so that a
-    slow grammar fails its own sequence and not the step.
+    mask_wait_s: float = 0.01
+    """Maximum wait per step for grammar masks. Rows whose masks are not ready are sampled later, and the
+    others of the step do not wait for them.
     """
+    mask_limit_s: float = 30.0
+    """Maximum time until the mask of a late row is ready; then its sequence fails."""
     idle_check_interval_s: float = 1.0
     """Interval of KV integrity checks while no step arrives."""
     stop_grace_s: float = 0.5

@@ -56,7 +56,7 @@ def when_call_ends(context: grpc.aio.ServicerContext[Any, Any], callback: Callab
     untyped.add_done_callback(lambda _: callback())
 
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 UPGRADE_RULE = "run releases of one protocol version on all hosts (docs/operations.md, versions and upgrades)"
 
 

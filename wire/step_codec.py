@@ -46,12 +46,14 @@ from wire.steps import (
     RowDetail,
     SequenceSignal,
     SliceError,
+    SliceResult,
     StageTime,
     StartRecord,
     Step,
     StepResult,
     StepSlice,
     TokenLogprobs,
+    keys_of,
     split_identities,
 )
 
@@ -310,19 +312,26 @@ def encode_result(result: StepResult) -> step_pb2.StepResult:
     )
     message.identities, message.tokens = result.identities, result.tokens
     for detail in result.details:
-        encoded = message.details.add(row=detail.row)
-        outcome = detail.outcome
-        if isinstance(outcome, SliceError):
-            encoded.error.kind = step_pb2.SliceError.Kind.ValueType(outcome.kind)
-            encoded.error.stage = outcome.stage
-            encoded.error.message = outcome.message
-        elif outcome is not None:
-            encoded.token = outcome
-        if detail.logprobs is not None:
-            encode_logprobs(detail.logprobs, encoded.logprobs)
-        for logprobs in detail.prompt_logprobs:
-            encode_logprobs(logprobs, encoded.prompt_logprobs.add())
+        _encode_detail(detail, message.details.add(row=detail.row))
+    for late in result.late_rows:
+        _encode_detail(late.detail(), message.late_rows.add(identity=late.identity).detail)
     return message
+
+
+def _encode_detail(detail: RowDetail, encoded: step_pb2.RowDetail) -> None:
+    outcome = detail.outcome
+    if isinstance(outcome, SliceError):
+        encoded.error.kind = step_pb2.SliceError.Kind.ValueType(outcome.kind)
+        encoded.error.stage = outcome.stage
+        encoded.error.message = outcome.message
+    elif outcome is not None:
+        encoded.token = outcome
+    if detail.logprobs is not None:
+        encode_logprobs(detail.logprobs, encoded.logprobs)
+    for logprobs in detail.prompt_logprobs:
+        encode_logprobs(logprobs, encoded.prompt_logprobs.add())
+    if detail.is_late:
+        encoded.is_late = True
 
 
 def decode_result(message: step_pb2.StepResult) -> StepResult:
@@ -335,7 +344,14 @@ def decode_result(message: step_pb2.StepResult) -> StepResult:
         raise StepFault(StepFaultKind.UNDECODABLE, f"details of rows {rows} in a result of {num_rows} rows")
     times, ready_at_us = decode_stage_times(message.stage_times)
     return StepResult(
-        message.epoch, message.step_id, message.identities, message.tokens, details, times, ready_at_us
+        message.epoch,
+        message.step_id,
+        message.identities,
+        message.tokens,
+        details,
+        times,
+        ready_at_us,
+        tuple([_decode_late_row(late) for late in message.late_rows]),
     )
 
 
@@ -412,6 +428,8 @@ def _add_start(message: step_pb2.Step, start: StartRecord) -> None:
     encode_sampling(start.sampling, record.sampling)
     if start.traceparent:
         record.traceparent = start.traceparent
+    if start.client:
+        record.client = start.client
 
 
 def _decode_start(message: step_pb2.StartRecord) -> StartRecord:
@@ -422,6 +440,7 @@ def _decode_start(message: step_pb2.StartRecord) -> StartRecord:
         tuple(message.tokens),
         decode_sampling(message.sampling),
         message.traceparent,
+        message.client,
     )
 
 
@@ -431,16 +450,33 @@ def _decode_detail(message: step_pb2.RowDetail) -> RowDetail:
         _decode_outcome(message),
         decode_logprobs(message.logprobs) if message.HasField("logprobs") else None,
         tuple([decode_logprobs(score) for score in message.prompt_logprobs]),
+        message.is_late,
     )
+
+
+def _decode_late_row(message: step_pb2.LateRow) -> SliceResult:
+    detail = _decode_detail(message.detail)
+    if len(message.identity) != IDENTITY_BYTES or detail.outcome is None or detail.prompt_logprobs:
+        raise StepFault(
+            StepFaultKind.UNDECODABLE,
+            f"late row with {len(message.identity)} bytes of identity, expected {IDENTITY_BYTES}, outcome "
+            f"{detail.outcome} and {len(detail.prompt_logprobs)} log-probabilities of the prompt",
+        )
+    [(sequence, restart_count)] = keys_of(message.identity)
+    return SliceResult.of(sequence, restart_count, detail)
 
 
 def _decode_outcome(message: step_pb2.RowDetail) -> int | SliceError | None:
     match message.WhichOneof("outcome"):
+        case outcome if outcome is not None and message.is_late:
+            raise StepFault(
+                StepFaultKind.UNDECODABLE, f"result of row {message.row} is late, and has its {outcome}"
+            )
         case "token":
             return message.token
         case "error":
             return SliceError(message.error.kind, message.error.stage, message.error.message)
-        case _ if message.prompt_logprobs:
+        case _ if message.prompt_logprobs or message.is_late:
             return None
         case _:
             raise StepFault(

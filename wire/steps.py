@@ -47,7 +47,7 @@ def unpack_column(column: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(column) // 4}I", column)
 
 
-def _keys(identities: bytes) -> list[tuple[SequenceKey, int]]:
+def keys_of(identities: bytes) -> list[tuple[SequenceKey, int]]:
     return [
         (SequenceKey(RequestId(request_id), choice), restart_count)
         for request_id, choice, restart_count in _IDENTITY.iter_unpack(identities)
@@ -133,7 +133,7 @@ class Decodes:
     @property
     def slices(self) -> tuple[StepSlice, ...]:
         columns = zip(
-            _keys(self.identities), unpack_column(self.tokens), unpack_column(self.positions), strict=True
+            keys_of(self.identities), unpack_column(self.tokens), unpack_column(self.positions), strict=True
         )
         return tuple(
             [
@@ -150,7 +150,8 @@ NO_DECODES = Decodes()
 class StartRecord:
     """Announces a (sequence, restart_count) to every stage; `tokens` are all tokens so far.
 
-    `traceparent` (W3C) is the request's span; empty if the request is not traced.
+    `traceparent` (W3C) is the request's span; empty if the request is not traced. `client` is whose turns the
+    sequence takes on the stage.
     """
 
     sequence: SequenceKey
@@ -159,6 +160,7 @@ class StartRecord:
     tokens: tuple[int, ...]
     sampling: StepSampling
     traceparent: str = ""
+    client: str = ""
 
     @property
     def most_bytes(self) -> int:
@@ -169,8 +171,10 @@ class StartRecord:
         sampling = self.sampling
         num_words = sum(len(word) + 2 for word in sampling.bad_words)
         num_tokens = len(self.tokens) + len(sampling.allowed_token_ids) + num_words
-        grammar = 0 if sampling.grammar is None else len(sampling.grammar.definition.encode())
-        return 5 * num_tokens + 16 * len(sampling.logit_bias) + grammar
+        texts = self.client.encode()
+        if sampling.grammar is not None:
+            texts += sampling.grammar.definition.encode()
+        return 5 * num_tokens + 16 * len(sampling.logit_bias) + len(texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,25 +334,41 @@ class TokenLogprobs:
 class RowDetail:
     """What the result of one row has beside or instead of a plain token.
 
-    `outcome` is the sampled token, an error, or None for a scored chunk before the final one.
-    `prompt_logprobs` of a scored chunk begin with the token at position start + 1.
+    `outcome` is the sampled token, an error, or None for a scored chunk before the final one and for a row
+    that `is_late`: a later result has its outcome. `prompt_logprobs` of a scored chunk begin with the token
+    at position start + 1.
     """
 
     row: int
     outcome: int | SliceError | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    is_late: bool = False
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class SliceResult:
-    """One row of a result as an object."""
+    """One row of a result as an object; see `RowDetail`."""
 
     sequence: SequenceKey
     restart_count: int
     outcome: int | SliceError | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    is_late: bool = False
+
+    @classmethod
+    def of(cls, sequence: SequenceKey, restart_count: int, detail: RowDetail) -> "SliceResult":
+        return cls(
+            sequence, restart_count, detail.outcome, detail.logprobs, detail.prompt_logprobs, detail.is_late
+        )
+
+    @property
+    def identity(self) -> bytes:
+        return identity_of(self.sequence, self.restart_count)
+
+    def detail(self, row: int = 0) -> RowDetail:
+        return RowDetail(row, self.outcome, self.logprobs, self.prompt_logprobs, self.is_late)
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -374,7 +394,8 @@ class StepResult:
     which is 0 then.
 
     `stage_times` has one entry per stage, from FIRST to LAST, or is empty if unknown. `ready_at_us` is when
-    LAST had the result ready, in microseconds of the coordinator's clock since 1970, or 0.
+    LAST had the result ready, in microseconds of the coordinator's clock since 1970, or 0. `late_rows` are
+    tokens and errors of rows that were late in earlier results.
     """
 
     epoch: int
@@ -384,6 +405,7 @@ class StepResult:
     details: tuple[RowDetail, ...] = ()
     stage_times: tuple[StageTime, ...] = ()
     ready_at_us: int = 0
+    late_rows: tuple[SliceResult, ...] = ()
 
     @classmethod
     def of(
@@ -399,18 +421,14 @@ class StepResult:
         return cls(
             epoch,
             step_id,
-            b"".join([identity_of(result.sequence, result.restart_count) for result in rows]),
+            b"".join([result.identity for result in rows]),
             pack_column(
                 [
                     result.outcome if plain and isinstance(result.outcome, int) else 0
                     for result, plain in zip(rows, is_plain, strict=True)
                 ]
             ),
-            tuple(
-                RowDetail(row, result.outcome, result.logprobs, result.prompt_logprobs)
-                for row, result in enumerate(rows)
-                if not is_plain[row]
-            ),
+            tuple(result.detail(row) for row, result in enumerate(rows) if not is_plain[row]),
             stage_times,
             ready_at_us,
         )
@@ -434,12 +452,10 @@ class StepResult:
         details = {detail.row: detail for detail in self.details}
         results = []
         for row, ((sequence, restart_count), token) in enumerate(
-            zip(_keys(self.identities), unpack_column(self.tokens), strict=True)
+            zip(keys_of(self.identities), unpack_column(self.tokens), strict=True)
         ):
             detail = details.get(row) or RowDetail(row, token)
-            results.append(
-                SliceResult(sequence, restart_count, detail.outcome, detail.logprobs, detail.prompt_logprobs)
-            )
+            results.append(SliceResult.of(sequence, restart_count, detail))
         return tuple(results)
 
 

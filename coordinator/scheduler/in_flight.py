@@ -187,7 +187,9 @@ def _check_details(result: StepResult, step: Step) -> None:
     slices = [step_slice for step_slice in step.slices if step_slice.is_answered]
     for detail in result.details:
         step_slice = slices[detail.row]
-        if detail.outcome is None and step_slice.is_sampled:
+        if detail.is_late and not step_slice.is_sampled:
+            raise ResultMismatch(f"result of {step_slice.sequence} is late, and has no token")
+        if detail.outcome is None and step_slice.is_sampled and not detail.is_late:
             raise ResultMismatch(f"result of {step_slice.sequence} has no token")
         if detail.prompt_logprobs and not step_slice.is_scored:
             raise ResultMismatch(f"result of {step_slice.sequence} has unexpected prompt log-probabilities")
@@ -196,9 +198,9 @@ def _check_details(result: StepResult, step: Step) -> None:
 def check_tokens(result: StepResult, *, vocab_size: int) -> None:
     """Raise ResultMismatch for an invalid token, before any token reaches a client."""
     highest = max(unpack_column(result.tokens), default=0)
-    if highest < vocab_size and not result.details:
+    if highest < vocab_size and not result.details and not result.late_rows:
         return
-    for entry in result.results:
+    for entry in (*result.results, *result.late_rows):
         if isinstance(entry.outcome, int) and entry.outcome >= vocab_size:
             raise ResultMismatch(
                 f"step {result.step_id}: token {entry.outcome} of {entry.sequence} is outside the vocabulary "

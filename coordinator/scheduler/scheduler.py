@@ -12,6 +12,8 @@ A step takes decodes first, then prompt chunks up to the token budget:
 * A decode without a free block preempts a sequence of the priority that is last in queue order, the last one
   of the client with the most running there, and tries again in the same pass. So the first sequence in queue
   order always progresses.
+* A sequence whose token is late, because the mask of its grammar is, waits for a later result. If no step is
+  in flight, an empty one asks for it.
 * After a worker loss, the sequences of unfinished steps run apart (`coordinator.scheduler.isolation`).
 """
 
@@ -97,6 +99,7 @@ class Scheduler:
         self._running: dict[SequenceKey, Sequence] = {}
         self._prefilling: dict[SequenceKey, Sequence] = {}
         self._decoding = DecodeQueue()
+        self._late: dict[SequenceKey, Sequence] = {}
         self._burst_tokens = 0
         self._in_flight = StepsInFlight(policy)
         self.isolation = Isolation()
@@ -202,6 +205,7 @@ class Scheduler:
         self._running.clear()
         self._prefilling.clear()
         self._decoding.clear()
+        self._late.clear()
         self._in_flight.clear()
         self._ends.clear()
         self._used.clear()
@@ -247,8 +251,9 @@ class Scheduler:
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """Live sequences with a slice of their current start in any step in flight."""
-        return self._owners(self._in_flight.steps)
+        """Live sequences with a slice of their current start in any step in flight, or with a late token."""
+        in_flight = self._owners(self._in_flight.steps)
+        return [*in_flight, *(late for late in self._late.values() if late not in in_flight)]
 
     def overdue_step(self, now_s: float, *, unknown_s: float) -> OverdueStep | None:
         """The oldest step in flight if it is overdue; `unknown_s` is the limit before steps were measured."""
@@ -278,7 +283,7 @@ class Scheduler:
     def next_step(self, now_s: float) -> Step | None:
         """Build the next step; None if there is no work or the pipeline is full.
 
-        A step without slices carries only records and KV signals.
+        A step without slices carries only records and KV signals, or asks for late tokens.
         """
         kv, limits, batching = self._kv, self._limits, self._batching
         if kv is None or limits is None or batching is None or self._is_lent:
@@ -296,7 +301,8 @@ class Scheduler:
         max_decodes = min(limits.max_step_sequences - chunks[0], limits.max_step_tokens - chunks[1])
         self._add_decodes(builder, kv, plan.num_shares, max_decodes=max(1, max_decodes))
         self._add_chunks(builder, kv, limits, plan)
-        if not builder.num_slices and not self._ends and not kv.has_pending:
+        asks_for_late = bool(self._late) and not self._in_flight
+        if not builder.num_slices and not self._ends and not kv.has_pending and not asks_for_late:
             return None
         step = Step(
             epoch=self._epoch,
@@ -323,14 +329,26 @@ class Scheduler:
         completed = self._in_flight.take(result, now_s)
         tokens = None if self.isolation.is_active else completed.plain_tokens
         rows = list(completed.rows()) if tokens is None else []
+        self._late |= {sequence.key: sequence for sequence, entry, _ in rows if entry.is_late}
+        rows += self._take_late(result)
         for sequence, entry, chunk in rows:
             check_logprobs(sequence, entry, chunk)
         cost = completed.sent.cost
         self._in_flight.record_result(completed, self.cost_model.step_us(cost))
         self.cost_model.observe(cost, result.stage_times, (now_s - completed.sent.sent_s) * 1e6)
-        if tokens is not None:
-            return self._accept_tokens(completed.sent.answered, tokens)
-        return [self._advance(*row, result.step_id) for row in rows]
+        updates = [] if tokens is None else self._accept_tokens(completed.sent.answered, tokens)
+        news = [row for row in rows if not row[1].is_late or row[1].prompt_logprobs]
+        return updates + [self._advance(*row, result.step_id) for row in news]
+
+    def _take_late(self, result: StepResult) -> list[tuple[Sequence, RowDetail, StepSlice | None]]:
+        """Late rows of sequences that wait for them; those of earlier starts are left out."""
+        taken: list[tuple[Sequence, RowDetail, StepSlice | None]] = []
+        for late in result.late_rows:
+            sequence = self._late.get(late.sequence)
+            if sequence is not None and sequence.identity == late.identity:
+                del self._late[late.sequence]
+                taken.append((sequence, late.detail(), None))
+        return taken
 
     def _accept_tokens(self, sequences: list[Sequence], tokens: tuple[int, ...]) -> list[SequenceUpdate]:
         reasons = Sequence.accept_tokens(sequences, tokens)
@@ -404,6 +422,7 @@ class Scheduler:
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self._running[sequence.key]
+        self._late.pop(sequence.key, None)
         self._prefilling.pop(sequence.key, None)
         self._decoding.discard(sequence)
 

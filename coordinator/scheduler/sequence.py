@@ -441,9 +441,14 @@ class Sequence:
         if self._is_started:
             return None
         self._is_started = True
-        tokens = tuple(self._tokens)
         return StartRecord(
-            self._key, self._restart_count, self._num_prompt_tokens, tokens, self._sampling, self.traceparent
+            self._key,
+            self._restart_count,
+            self._num_prompt_tokens,
+            tuple(self._tokens),
+            self._sampling,
+            self.traceparent,
+            self.client,
         )
 
     def end(self, state: SequenceState) -> None:

@@ -12,7 +12,7 @@ from stage_worker.validation import SliceLayout
 from wire.errors import StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
-from wire.steps import StageTime, StartRecord, Step, StepResult
+from wire.steps import SliceResult, StageTime, StartRecord, Step, StepResult
 from wire.tensors import HiddenStates
 
 
@@ -206,6 +206,13 @@ class StageCompute(ABC):
         """Begin to compute a step, with what `prepare` returned for it; see `depth`. Raises StepFault."""
         computed = self.compute(frame, prepared)
         return lambda: computed
+
+    def take_late_rows(self, *, may_wait: bool) -> tuple[SliceResult, ...]:
+        """Take the results of rows that were late in earlier results, on LAST, when a step is finished.
+
+        May wait a moment for one if it `may_wait`. By default no row is late.
+        """
+        return ()
 
     @property
     def graphs(self) -> GraphCounts | None:

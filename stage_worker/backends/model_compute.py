@@ -231,6 +231,10 @@ class ModelCompute(StageCompute):
             self._sampler.end(sequence)
 
     @torch.inference_mode()
+    def take_late_rows(self, *, may_wait: bool) -> tuple[SliceResult, ...]:
+        return () if self._sampler is None else self._sampler.take_late_rows(may_wait=may_wait)
+
+    @torch.inference_mode()
     def change_states(self, changes: Sequence[SlotChange]) -> None:
         states = self._pages.states
         if states is not None:

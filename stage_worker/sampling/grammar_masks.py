@@ -1,8 +1,9 @@
 """Grammar masks, computed in the background while a step travels.
 
-A background thread advances each matcher, and computes the next mask, as soon as a token is sampled, not
-when the token returns as input. llguidance releases the GIL for a mask, so the compute thread continues;
-the mask is usually ready before the next logits.
+Background threads advance each matcher, and compute the next mask, as soon as a token is sampled, not when
+the token returns as input. llguidance releases the GIL for a mask, so the compute thread continues; the mask
+is usually ready before the next logits. Clients take turns on the threads, and a row whose mask is not ready
+in time is sampled later, so that no client waits for the masks of others.
 
 A sampled token only predicts the next input. A sequence's state is a function of its start record and its
 input tokens: a wrong prediction is discarded, and the matcher is rebuilt from the tokens.
@@ -10,12 +11,21 @@ input tokens: a wrong prediction is discarded, and the matcher is rebuilt from t
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    CancelledError,
+    Executor,
+    Future,
+    ThreadPoolExecutor,
+    wait,
+)
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,15 +47,78 @@ from wire.ids import SequenceKey
 from wire.sampling import GrammarSpec
 from wire.steps import StartRecord
 
+MASK_THREADS = 2
+"""A client's masks are computed one at a time, so that a slow one leaves a thread to the others."""
+
 _SPREAD = torch.tensor(
     [[0.0 if octet >> bit & 1 else -torch.inf for bit in range(8)] for octet in range(256)]
 )
 """Addends of each mask octet for the logits of its eight ids."""
 
 
+_Result = TypeVar("_Result")
+_Piece = tuple[Future[Any], Callable[[], Any]]
+
+
+class ClientTurns:
+    """Queues of clients before an executor. A client's pieces run in their order. Thread-safe."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._lock = Lock()
+        self._queues: dict[str, deque[_Piece]] = {}
+        """Of clients with waiting work, in the order of their next turns."""
+        self._running: set[str] = set()
+
+    def submit(self, client: str, function: Callable[[], _Result]) -> Future[_Result]:
+        """Run `function` at the turn of its client. A cancelled future takes no turn."""
+        future = Future[_Result]()
+        with self._lock:
+            self._queues.setdefault(client, deque()).append((future, function))
+        self._executor.submit(self._run_next)
+        return future
+
+    def close(self) -> None:
+        """End the threads after their current work, without waiting."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _run_next(self) -> None:
+        """Run the next piece. Each waiting piece of a client without a running one has such a call."""
+        with self._lock:
+            client = next((client for client in self._queues if client not in self._running), None)
+            if client is None:
+                return  # the end of a running piece calls again
+            future, function = self._take(client)
+            self._running.add(client)
+        try:
+            if future.set_running_or_notify_cancel():
+                _settle(future, function)
+        finally:
+            with self._lock:
+                self._running.discard(client)
+                has_more = client in self._queues
+            if has_more:
+                self._executor.submit(self._run_next)
+
+    def _take(self, client: str) -> _Piece:
+        """Take the first piece of `client`, whose next turn is behind those of all others."""
+        queue = self._queues.pop(client)
+        piece = queue.popleft()
+        if queue:
+            self._queues[client] = queue
+        return piece
+
+
+def _settle(future: Future[_Result], function: Callable[[], _Result]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 @dataclass(frozen=True, slots=True)
 class _Matched:
-    """A matcher, for the background thread only, and its mask [ceil(vocab_size / 8)] of next tokens."""
+    """A matcher, for the background threads only, and its mask [ceil(vocab_size / 8)] of next tokens."""
 
     matcher: GrammarMatcher
     mask: NDArray[np.uint8]
@@ -61,6 +134,7 @@ class _Guess:
 class _Sequence:
     """`matched` is the state after `tokens`, the generated tokens received; `guess` is one token ahead."""
 
+    client: str
     spec: GrammarSpec
     tokens: list[int]
     matched: Future[_Matched]
@@ -70,8 +144,8 @@ class _Sequence:
 class GrammarMasks:
     """Grammars of one stage's sequences, for the compute thread; `apply` reports problems, by row.
 
-    `apply` and `precompute` may run on another thread; what they find for a sequence that has ended is not
-    used.
+    `late`, `apply` and `precompute` may run on another thread; what they find for a sequence that has ended
+    is not used.
     """
 
     def __init__(
@@ -83,18 +157,19 @@ class GrammarMasks:
         pool: Executor | None = None,
         wait_s: float = WORKER_POLICY.mask_wait_s,
     ) -> None:
-        """`directory` is the checkpoint's; `pool` must run its work in order, one at a time."""
+        """`directory` is the checkpoint's; `pool` runs the work of clients, see `ClientTurns`."""
         self._directory = directory
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
-        self._pool = pool or ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._turns = ClientTurns(pool or ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="grammar"))
         self._wait_s = wait_s
+        self._opening = Lock()
         self._tokenizer: GrammarTokenizer | None = None
         self._sequences: dict[SequenceKey, _Sequence] = {}
 
     def load(self) -> str | None:
         """Build the tokenizer's tables in up to a second with the GIL. Returns why it failed, or None."""
-        error = self._pool.submit(self._opened).exception()
+        error = self._turns.submit("", self._opened).exception()
         return None if error is None else str(error)
 
     def start(self, record: StartRecord) -> str | None:
@@ -102,9 +177,9 @@ class GrammarMasks:
         self.end(record.sequence)
         if (spec := record.sampling.grammar) is None:
             return None
-        tokens = record.tokens[record.num_prompt_tokens :]
-        matched = self._pool.submit(self._begin, spec, tokens)
-        self._sequences[record.sequence] = _Sequence(spec, list(tokens), matched)
+        client, tokens = record.client, record.tokens[record.num_prompt_tokens :]
+        matched = self._turns.submit(client, partial(self._begin, spec, tokens))
+        self._sequences[record.sequence] = _Sequence(client, spec, list(tokens), matched)
         if self._directory is None or not is_named(tokenizer_source(self._directory)):
             return f"structured output: the checkpoint has no {TOKENIZER_FILE}"
         return None
@@ -121,8 +196,8 @@ class GrammarMasks:
             self.end(key)
 
     def close(self) -> None:
-        """End the thread after its current work, without waiting."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the threads after their current work, without waiting."""
+        self._turns.close()
 
     def precompute(self, key: SequenceKey, token: int) -> None:
         """Start computing the mask after the sampled `token`."""
@@ -147,19 +222,38 @@ class GrammarMasks:
             return None
         return None if sequence.matched.exception() is not None else sequence.matched.result().mask
 
-    def apply(self, logits: Tensor, rows: Sequence[tuple[int, SequenceKey]]) -> dict[int, str]:
-        """Set disallowed logits to -inf, in place; `logits` is [n, vocab_size].
+    def late(self, keys: Collection[SequenceKey]) -> set[SequenceKey]:
+        """Wait a moment for all masks of `keys`; return those whose masks are not ready."""
+        futures = {key: future for key in keys if (future := self._unready(key)) is not None}
+        if futures:
+            wait(futures.values(), timeout=self._wait_s)
+        return {key for key, future in futures.items() if not future.done()}
 
-        Returns problems by row, whose logits are unchanged: a rejected grammar or token, no allowed token,
-        or a mask that was not ready in time.
+    def wait_for_any(self, keys: Collection[SequenceKey]) -> None:
+        """Wait a moment until the first mask of `keys` is ready."""
+        unready = [future for key in keys if (future := self._unready(key)) is not None]
+        if len(unready) == len(keys):
+            wait(unready, timeout=self._wait_s, return_when=FIRST_COMPLETED)
+
+    def is_ready(self, key: SequenceKey) -> bool:
+        """Whether `apply` knows the mask, or the problem, of a row."""
+        return self._unready(key) is None
+
+    def _unready(self, key: SequenceKey) -> Future[_Matched] | None:
+        sequence = self._sequences.get(key)
+        return None if sequence is None or sequence.matched.done() else sequence.matched
+
+    def apply(self, logits: Tensor, rows: Sequence[tuple[int, SequenceKey]]) -> dict[int, str]:
+        """Set disallowed logits to -inf, in place; `logits` is [n, vocab_size]. No row is `late`.
+
+        Returns problems by row, whose logits are unchanged: a rejected grammar or token, or no allowed token.
         """
         found = [(row, self._sequences.get(key)) for row, key in rows]
         started = [(row, sequence) for row, sequence in found if sequence is not None]
-        deadline = time.monotonic() + self._wait_s
         problems: dict[int, str] = {}
         masks: dict[int, NDArray[np.uint8]] = {}
         for row, sequence in started:
-            if (problem := self._problem(sequence.matched, deadline)) is not None:
+            if (problem := _problem(sequence.matched)) is not None:
                 problems[row] = problem
             else:
                 masks[row] = sequence.matched.result().mask
@@ -167,33 +261,25 @@ class GrammarMasks:
             _forbid(logits, list(masks), np.stack(list(masks.values())))
         return problems
 
-    def _problem(self, matched: Future[_Matched], deadline: float) -> str | None:
-        try:
-            error = matched.exception(timeout=max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
-            return f"the mask of the grammar was not ready after {self._wait_s:g} s"
-        except CancelledError:
-            return "the sequence has ended"
-        if error is None or isinstance(error, GrammarError | UnusableTokenizer):
-            return None if error is None else f"structured output: {error}"
-        return f"structured output: {type(error).__name__}: {error}"
-
     def _after(self, sequence: _Sequence, token: int) -> Future[_Matched]:
         """State after `token`. A guess has advanced the matcher, so a wrong guess requires a new one."""
         if sequence.guess is None:
-            return self._pool.submit(self._advance, sequence.matched, token)
-        return self._pool.submit(self._begin, sequence.spec, (*sequence.tokens, token))
+            work = partial(self._advance, sequence.matched, token)
+        else:
+            work = partial(self._begin, sequence.spec, (*sequence.tokens, token))
+        return self._turns.submit(sequence.client, work)
 
-    # The following methods run on the background thread.
+    # The following methods run on the background threads.
 
     def _opened(self) -> GrammarTokenizer:
-        if self._tokenizer is None:
-            if self._directory is None:
-                raise UnusableTokenizer(f"the checkpoint has no {TOKENIZER_FILE}")
-            self._tokenizer = GrammarTokenizer.open(
-                self._directory, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
-            )
-        return self._tokenizer
+        with self._opening:
+            if self._tokenizer is None:
+                if self._directory is None:
+                    raise UnusableTokenizer(f"the checkpoint has no {TOKENIZER_FILE}")
+                self._tokenizer = GrammarTokenizer.open(
+                    self._directory, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
+                )
+            return self._tokenizer
 
     def _begin(self, spec: GrammarSpec, tokens: Sequence[int]) -> _Matched:
         tokenizer = self._opened()
@@ -213,6 +299,16 @@ class GrammarMasks:
         allowed = np.frombuffer(matcher.mask(), dtype=np.uint8)[: mask.size]
         mask[: allowed.size] = allowed
         return _Matched(matcher, mask)
+
+
+def _problem(matched: Future[_Matched]) -> str | None:
+    try:
+        error = matched.exception(timeout=0)
+    except (CancelledError, TimeoutError):  # it may have been started again since its mask was ready
+        return "the sequence has ended"
+    if error is None or isinstance(error, GrammarError | UnusableTokenizer):
+        return None if error is None else f"structured output: {error}"
+    return f"structured output: {type(error).__name__}: {error}"
 
 
 _ROWS = 16

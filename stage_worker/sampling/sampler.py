@@ -1,6 +1,6 @@
 """Samples one token per slice from logits, or scores a prompt."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,21 +8,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stage_worker.policy import WORKER_POLICY
 from stage_worker.sampling.grammar_masks import GrammarMasks
+from stage_worker.sampling.late_rows import LateRow, LateRows
 from stage_worker.sampling.logits_processors import (
     LogitEdits,
     NonFiniteLogits,
-    SequenceEdits,
     non_finite_rows,
     score,
     token_logprobs,
 )
 from stage_worker.sampling.random_choice import Draw, argmax_rows, choose_random, copies_to
+from stage_worker.sampling.sampler_state import SamplerState
 from stage_worker.sampling.step_rows import NOT_FINITE, OPEN, Columns, StepRows, rows_per_block
 from stage_worker.validation import MAX_BATCHES
 from stageline_rpc.internal.v1 import step_pb2
 from wire.ids import SequenceKey
-from wire.sampling import BIAS_RANGE, MAX_TOP_LOGPROBS, SAMPLING_NUMBERS, StepSampling
 from wire.staging import MAX_EDIT_BYTES
 from wire.steps import (
     Decode,
@@ -37,97 +38,6 @@ from wire.steps import (
     split_identities,
     unpack_column,
 )
-
-
-def check_sampling(sampling: StepSampling, *, vocab_size: int) -> None:
-    """Raises ValueError, with name and range, for invalid parameters."""
-    _check_numbers(sampling)
-    _check_masks(sampling, vocab_size)
-    _check_logprobs(sampling)
-
-
-def _check_numbers(sampling: StepSampling) -> None:
-    for number in SAMPLING_NUMBERS:
-        value = getattr(sampling, number.name)
-        if value not in number.range:
-            raise ValueError(f"{number.name} {value} is not in {number.range}")
-    if sampling.top_k < 0:
-        raise ValueError(f"top_k {sampling.top_k} is negative")
-    for token, bias in sampling.logit_bias:
-        if bias not in BIAS_RANGE:
-            raise ValueError(f"logit_bias {bias} of token {token} is not in {BIAS_RANGE}")
-    if len({token for token, _ in sampling.logit_bias}) < len(sampling.logit_bias):
-        raise ValueError("logit_bias names a token twice")
-
-
-def _check_masks(sampling: StepSampling, vocab_size: int) -> None:
-    _check_tokens("logit_bias", (token for token, _ in sampling.logit_bias), vocab_size)
-    _check_tokens("allowed_token_ids", sampling.allowed_token_ids, vocab_size)
-    _check_tokens("min_tokens_hold_back", sampling.min_tokens_hold_back, vocab_size)
-    for word in sampling.bad_words:
-        if not word:
-            raise ValueError("bad_words has an empty word")
-        _check_tokens("bad_words", word, vocab_size)
-    if sampling.min_tokens < 0:
-        raise ValueError(f"min_tokens {sampling.min_tokens} is negative")
-
-
-def _check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"{name} has token {token}, which is not in [0, {vocab_size})")
-
-
-def _check_logprobs(sampling: StepSampling) -> None:
-    for name, count in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
-        if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
-            raise ValueError(f"{name} {count} is not in [0, {MAX_TOP_LOGPROBS}]")
-
-
-@dataclass(slots=True)
-class SamplerState:
-    """`problem` is why no token can be sampled; `prompt` is kept until the first decode step."""
-
-    choice: int
-    sampling: StepSampling
-    prompt: tuple[int, ...]
-    problem: str | None = None
-    edits: SequenceEdits | None = None
-
-    @classmethod
-    def of(cls, record: StartRecord, *, vocab_size: int) -> "SamplerState":
-        """State after `record.tokens`, whether of the prompt or generated before."""
-        sampling, tokens = record.sampling, record.tokens
-        prompt = tokens[: record.num_prompt_tokens]
-        problem = _problem(record, vocab_size)
-        edits = None if problem else SequenceEdits.of(sampling, tokens, record.num_prompt_tokens)
-        return cls(record.sequence.choice, sampling, prompt, problem, edits)
-
-    @property
-    def edits_logits(self) -> bool:
-        return self.edits is not None or self.sampling.grammar is not None
-
-    @property
-    def is_plain(self) -> bool:
-        """Its tokens follow from logits and position alone, and the result has nothing beside them."""
-        return self.problem is None and not self.edits_logits and self.sampling.logprobs is None
-
-    def add(self, token: int) -> None:
-        """Append a generated token."""
-        self.prompt = ()
-        if self.edits is not None:
-            self.edits.add(token)
-
-
-def _problem(record: StartRecord, vocab_size: int) -> str | None:
-    largest = max(record.tokens, default=0)
-    if largest >= vocab_size:
-        return f"token {largest} of the start record is not in [0, {vocab_size})"
-    try:
-        check_sampling(record.sampling, vocab_size=vocab_size)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def choose_rows(
@@ -225,7 +135,8 @@ class Sampler:
     """Samples on the stage with the head, for one epoch; state follows from start records and decode
     tokens.
 
-    `settle` and `score` may run beside the other methods, for steps that were prepared before.
+    `settle`, `score` and `take_late_rows` may run beside the other methods, for steps that were prepared
+    before.
     """
 
     def __init__(
@@ -248,6 +159,7 @@ class Sampler:
         self._by_identity: dict[bytes, SamplerState] = {}
         self._identities: dict[SequenceKey, bytes] = {}
         self._batches: dict[bytes, _Batch] = {}
+        self._late = LateRows(grammars)
 
     def start(self, record: StartRecord) -> None:
         """Start a sequence; invalid parameters are reported for each of its slices."""
@@ -326,6 +238,21 @@ class Sampler:
         for row, result in zip(looks, self._results(slices, step.states, logits, looks), strict=True):
             settled[row] = result
         return self._with_logprobs(slices, step.states, logits, settled)
+
+    def take_late_rows(self, *, may_wait: bool) -> tuple[SliceResult, ...]:
+        """Results of rows whose masks were late, and are ready now. Waits a moment for one if it `may_wait`.
+
+        A row whose mask is not ready after `mask_limit_s` has an error.
+        """
+        self._late.keep(self._by_identity.keys())
+        results = list[SliceResult]()
+        if rows := self._late.take_ready(may_wait=may_wait):
+            slices, states = [row.step_slice for row in rows], [row.state for row in rows]
+            results += self._choose_block(slices, states, torch.cat([row.logits for row in rows]))
+        for row in self._late.take_overdue():
+            text = f"the mask of the grammar was not ready after {WORKER_POLICY.mask_limit_s:g} s"
+            results.append(self._failed(row.step_slice, step_pb2.SliceError.KIND_GRAMMAR, text))
+        return tuple(results)
 
     def _foresee(self, step_slice: StepSlice, state: SamplerState, token: int) -> None:
         """Begin to compute the mask after `token`, if it is one, and its sequence has a grammar."""
@@ -414,6 +341,7 @@ class Sampler:
             slices, states = [slices[row] for row in rows], [states[row] for row in rows]
             logits = logits[list(rows)].cpu()
         results = self._errors(slices, states, logits)
+        results |= self._late_results(slices, states, logits, results)
         usable = [row for row in range(len(slices)) if row not in results]
         if len(usable) < len(slices):
             logits = logits[usable]
@@ -427,6 +355,26 @@ class Sampler:
             )
             results.update(zip(block, chosen, strict=True))
         return tuple(results[row] for row in range(len(slices)))
+
+    def _late_results(
+        self,
+        slices: Sequence[StepSlice],
+        states: Sequence[SamplerState],
+        logits: Tensor,
+        known: Collection[int],
+    ) -> dict[int, SliceResult]:
+        """Results, without a token, of the rows whose masks are not ready; `known` rows have theirs."""
+        rows = {
+            row: slices[row].sequence
+            for row, state in enumerate(states)
+            if state.sampling.grammar is not None and row not in known
+        }
+        late, found = self._late.late(rows.values()), {}
+        for row in (row for row, key in rows.items() if key in late):
+            part = slices[row]
+            found[row] = SliceResult(part.sequence, part.restart_count, None, is_late=True)
+            self._late.add(LateRow(part, states[row], logits[row : row + 1].clone()))
+        return found
 
     def score(
         self,

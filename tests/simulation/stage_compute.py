@@ -3,14 +3,15 @@
 The KV entry of a position in a layer is a hash of the entry before it and of what came into the layer there.
 What a layer puts out for a position is a hash of its entry and of the last entries of all full blocks before
 it, read from the pages of the block table. With recurrent states, it is also a hash of all that came into the
-layer before, which is kept in the slot of the sequence. LAST samples a function of its output.
+layer before, which is kept in the slot of the sequence. LAST samples a function of its output, and some rows
+are late.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from checkpoint import BoundaryTensor, DType
 from checkpoint.boundary import HIDDEN_STATES
@@ -20,11 +21,12 @@ from stage_worker.backends.contract import Computed, DeviceError, Finish, StageC
 from stage_worker.validation import SliceLayout, StepSlices
 from wire.frames import Frame
 from wire.ids import SequenceKey
-from wire.steps import SliceResult, StartRecord, Step, StepResult
+from wire.steps import SliceResult, StartRecord, Step, StepResult, StepSlice
 from wire.tensors import TensorView
 
 VOCAB_SIZE = 97
 NUM_LAYERS = 4
+ROWS_PER_LATE = 13
 _MASK = 0xFFFFFFFF
 
 
@@ -90,6 +92,8 @@ class SimCompute(StageCompute):
             [[None] * self._block_size for _ in range(self._num_blocks)] for _ in range(self._num_layers)
         ]
         self._states: list[list[int | None]] = [[None] * self._num_states for _ in range(self._num_layers)]
+        self._late_rows: list[SliceResult] = []
+        self._next_rows: list[SliceResult] = []
 
     def start(self, record: StartRecord) -> None:
         pass
@@ -142,11 +146,23 @@ class SimCompute(StageCompute):
             return (TensorView(DType.F32, (len(outputs), 1), outputs.tobytes()),)
         step = frame.step
         results = [
-            SliceResult(part.sequence, part.restart_count, value % VOCAB_SIZE)
-            for part, value in zip(step.slices, newest, strict=True)
-            if part.is_sampled
+            self._row(part, value) for part, value in zip(step.slices, newest, strict=True) if part.is_sampled
         ]
         return StepResult.of(step.epoch, step.step_id, results)
+
+    def _row(self, part: StepSlice, value: int) -> SliceResult:
+        row = SliceResult(part.sequence, part.restart_count, value % VOCAB_SIZE)
+        if value // VOCAB_SIZE % ROWS_PER_LATE:
+            return row
+        self._late_rows.append(row)
+        return replace(row, outcome=None, is_late=True)
+
+    def take_late_rows(self, *, may_wait: bool) -> tuple[SliceResult, ...]:
+        """Rows that were late at the last call or before."""
+        rows = self._next_rows
+        self._next_rows = self._late_rows
+        self._late_rows = []
+        return tuple(rows)
 
     def _add_states(
         self, states: list[int | None], slot: int, inputs: array[int], outputs: array[int]

@@ -503,3 +503,24 @@ def test_tokens_as_columns_are_those_of_slices(only: Stage, monkeypatch: pytest.
     assert any(result.details for result in by_columns)
     monkeypatch.setattr(Sampler, "prepare", held)
     assert results() == by_columns
+
+
+def test_late_rows_travel_with_results_and_only_an_empty_step_waits_for_them(
+    last: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    row = SliceResult(SequenceKey(new_request_id(), 0), 0, 7)
+
+    def take_late_rows(self: ModelCompute, *, may_wait: bool) -> tuple[SliceResult, ...]:
+        asked.append(may_wait)
+        return (row,) if may_wait else ()
+
+    monkeypatch.setattr(ModelCompute, "take_late_rows", take_late_rows)
+    sequence = last.log.add((1, 2, 3), max_tokens=1)
+    result = last.run(last.log.step())
+    assert isinstance(result, StepResult)
+    assert (result.num_rows, result.late_rows) == (1, ())
+    last.log.complete(result)
+    assert sequence.state is SequenceState.FINISHED
+    assert last.run(last.log.step()) == StepResult(1, 1, late_rows=(row,))
+    assert asked == [False, True]

@@ -26,6 +26,9 @@ EOS = (2, 3)
 KINDS = {"byte level": byte_level, "sentencepiece": sentencepiece_like}
 DRAFT_04 = "http://json-schema.org/draft-04/schema#"
 
+MOST_COMPILE_S = 1.5
+"""Of processor time, for the worst grammars."""
+
 
 @pytest.fixture(params=KINDS)
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
@@ -64,7 +67,7 @@ def test_an_exploding_regular_expression_is_rejected_immediately() -> None:
     began_s = time.process_time()
     with pytest.raises(UnusableGrammar, match="too many expressions"):
         compiler.compile(GrammarKind.REGEX, ["(a{1000}){1000}"])
-    assert time.process_time() - began_s < WORKER_POLICY.mask_wait_s
+    assert time.process_time() - began_s < MOST_COMPILE_S
 
 
 @pytest.mark.parametrize(
@@ -153,10 +156,10 @@ def test_an_endless_rule_beside_an_empty_terminal_compiles_fast(
 ) -> None:
     began_s = time.process_time()
     compiler.compile(GrammarKind.GRAMMAR, ["start: /a+/ start | NONE\nNONE: /x/ & /y/"])
-    assert time.process_time() - began_s < WORKER_POLICY.mask_wait_s
+    assert time.process_time() - began_s < MOST_COMPILE_S
 
 
-def test_a_slow_mask_fails_before_its_step_times_out() -> None:
+def test_a_step_times_out_long_after_its_wait_for_masks() -> None:
     assert DEFAULT_POLICY.min_step_timeout_s > WORKER_POLICY.mask_wait_s
 
 

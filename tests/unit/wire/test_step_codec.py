@@ -19,6 +19,7 @@ from wire.steps import (
     Decodes,
     FaultReport,
     Prefill,
+    RowDetail,
     SequenceSignal,
     SliceError,
     SliceResult,
@@ -162,6 +163,30 @@ def test_a_detail_without_outcome_is_undecodable() -> None:
 
 def test_token_zero_is_an_outcome() -> None:
     assert decode_result(one_row(row=0, token=0)).results[0].outcome == 0
+
+
+def test_a_late_row_has_no_outcome_yet() -> None:
+    assert decode_result(one_row(row=0, is_late=True)).details == (RowDetail(0, None, is_late=True),)
+    for outcome in ({"token": 3}, {"error": step_pb2.SliceError(stage=1)}):
+        with pytest.raises(StepFault, match=f"row 0 is late, and has its {next(iter(outcome))}") as caught:
+            decode_result(one_row(row=0, is_late=True, **outcome))
+        assert caught.value.kind is StepFaultKind.UNDECODABLE
+
+
+@pytest.mark.parametrize(
+    ("identity", "detail", "text"),
+    [
+        (23, {"token": 3}, "23 bytes of identity, expected 24, outcome 3 and 0 log-probabilities"),
+        (24, {"is_late": True}, "24 bytes of identity, expected 24, outcome None"),
+        (24, {"token": 3, "prompt_logprobs": [step_pb2.StepLogprobs()]}, "and 1 log-probabilities"),
+    ],
+)
+def test_an_incomplete_late_row_is_undecodable(identity: int, detail: dict[str, Any], text: str) -> None:
+    message = encode_result(StepResult.of(1, 2))
+    message.late_rows.add(identity=bytes(identity), detail=step_pb2.RowDetail(**detail))
+    with pytest.raises(StepFault, match=text) as caught:
+        decode_result(message)
+    assert caught.value.kind is StepFaultKind.UNDECODABLE
 
 
 @pytest.mark.parametrize("rows", [[1], [0, 0], [2**32 - 1]])

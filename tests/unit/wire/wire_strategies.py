@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -117,7 +118,7 @@ samplings = st.builds(
     prompt_logprobs=U32,
     grammar=st.none() | st.builds(GrammarSpec, definition=TEXT, tokenizer_checksum=U64),
 )
-start_records = st.builds(StartRecord, sequence_keys, U32, U32, tokens, samplings, TEXT)
+start_records = st.builds(StartRecord, sequence_keys, U32, U32, tokens, samplings, TEXT, TEXT)
 end_records = st.builds(EndRecord, sequence_keys, U32)
 
 
@@ -157,8 +158,14 @@ slice_results = st.builds(
     U32,
     st.none(),
     prompt_logprobs=st.lists(token_logprobs, min_size=1, max_size=3).map(tuple),
+    is_late=st.booleans(),
 )
-step_results = st.builds(StepResult.of, U64, U64, st.lists(slice_results, max_size=5).map(tuple))
+late_rows = st.builds(SliceResult, sequence_keys, U32, U32 | slice_errors, st.none() | token_logprobs)
+step_results = st.builds(
+    lambda result, late: replace(result, late_rows=late),
+    st.builds(StepResult.of, U64, U64, st.lists(slice_results, max_size=5).map(tuple)),
+    st.lists(late_rows, max_size=2).map(tuple),
+)
 fault_reports = st.builds(
     FaultReport,
     epoch=U64,

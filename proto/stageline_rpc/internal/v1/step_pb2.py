@@ -26,17 +26,17 @@ from stageline_rpc.v1 import cluster_pb2 as stageline__rpc_dot_v1_dot_cluster__p
 from stageline_rpc.v1 import inference_pb2 as stageline__rpc_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$stageline_rpc/internal/v1/step.proto\x12\x15stageline.internal.v1\x1a\x1estageline_rpc/v1/cluster.proto\x1a stageline_rpc/v1/inference.proto\"1\n\x0bSequenceKey\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\xee\x02\n\x04Step\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x35\n\x07\x64\x65\x63odes\x18\x03 \x01(\x0b\x32$.stageline.internal.v1.DecodeColumns\x12\x33\n\x06\x63hunks\x18\x04 \x03(\x0b\x32#.stageline.internal.v1.PrefillChunk\x12\x32\n\x06starts\x18\x05 \x03(\x0b\x32\".stageline.internal.v1.StartRecord\x12.\n\x04\x65nds\x18\x06 \x03(\x0b\x32 .stageline.internal.v1.EndRecord\x12\x36\n\x07signals\x18\x07 \x03(\x0b\x32%.stageline.internal.v1.SequenceSignal\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x06\x12.\n\x05grows\x18\t \x01(\x0b\x32\x1f.stageline.internal.v1.GrowRows\"*\n\x08GrowRows\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\"F\n\rDecodeColumns\x12\x12\n\nidentities\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x11\n\tpositions\x18\x03 \x01(\x0c\"\xa9\x01\n\x0cPrefillChunk\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\r\n\x05start\x18\x04 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x05 \x01(\r\x12\x11\n\tis_scored\x18\x06 \x01(\x08\"\xd1\x01\n\x0bStartRecord\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x35\n\x08sampling\x18\x05 \x01(\x0b\x32#.stageline.internal.v1.StepSampling\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\"\x93\x01\n\x0cStepSampling\x12\x34\n\nparameters\x18\x01 \x01(\x0b\x32 .stageline.v1.SamplingParameters\x12\x1c\n\x14min_tokens_hold_back\x18\x02 \x03(\r\x12/\n\x07grammar\x18\x03 \x01(\x0b\x32\x1e.stageline.internal.v1.Grammar\"\x1f\n\rTokenSequence\x12\x0e\n\x06tokens\x18\x01 \x03(\r\"9\n\x07Grammar\x12\x12\n\ndefinition\x18\x01 \x01(\t\x12\x1a\n\x12tokenizer_checksum\x18\x02 \x01(\x06\"X\n\tEndRecord\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\"\xcf\x03\n\x0eSequenceSignal\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12)\n\x03use\x18\x02 \x01(\x0b\x32\x1a.stageline.internal.v1.UseH\x00\x12\x31\n\x07promote\x18\x03 \x01(\x0b\x32\x1e.stageline.internal.v1.PromoteH\x00\x12-\n\x05\x64\x65ref\x18\x04 \x01(\x0b\x32\x1c.stageline.internal.v1.BlockH\x00\x12/\n\x07\x64\x65stroy\x18\x05 \x01(\x0b\x32\x1c.stageline.internal.v1.BlockH\x00\x12;\n\ntake_state\x18\x07 \x01(\x0b\x32%.stageline.internal.v1.RecurrentStateH\x00\x12\x36\n\ncopy_state\x18\x08 \x01(\x0b\x32 .stageline.internal.v1.CopyStateH\x00\x12;\n\nfree_state\x18\t \x01(\x0b\x32%.stageline.internal.v1.RecurrentStateH\x00\x12\r\n\x05group\x18\x06 \x01(\rB\x08\n\x06signal\"=\n\x0eRecurrentState\x12\x0e\n\x04live\x18\x01 \x01(\x04H\x00\x12\x12\n\x08snapshot\x18\x02 \x01(\x06H\x00\x42\x07\n\x05state\"\x8b\x01\n\tCopyState\x12\x35\n\x06source\x18\x01 \x01(\x0b\x32%.stageline.internal.v1.RecurrentState\x12\x35\n\x06target\x18\x02 \x01(\x0b\x32%.stageline.internal.v1.RecurrentState\x12\x10\n\x08position\x18\x03 \x01(\r\"3\n\x05\x42lock\x12\x0e\n\x04\x66ull\x18\x01 \x01(\x06H\x00\x12\x11\n\x07partial\x18\x02 \x01(\x04H\x00\x42\x07\n\x05\x62lock\"~\n\x03Use\x12,\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1c.stageline.internal.v1.Block\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\rB\t\n\x07_parent\"e\n\x07Promote\x12\x0f\n\x07partial\x18\x01 \x01(\x04\x12\x15\n\rsequence_hash\x18\x02 \x01(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x12\x12\n\nblock_hash\x18\x04 \x01(\x06\x42\t\n\x07_parent\"\x99\x01\n\x0cTensorHeader\x12\"\n\x05\x64type\x18\x01 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x34\n\nbyte_order\x18\x03 \x01(\x0e\x32 .stageline.internal.v1.ByteOrder\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04name\x18\x05 \x01(\t\"E\n\rTensorHeaders\x12\x34\n\x07tensors\x18\x01 \x03(\x0b\x32#.stageline.internal.v1.TensorHeader\"\x98\x01\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x12\n\nidentities\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x31\n\x07\x64\x65tails\x18\x05 \x03(\x0b\x32 .stageline.internal.v1.RowDetail\x12\x13\n\x0bstage_times\x18\x06 \x01(\x0c\"\xdd\x01\n\tRowDetail\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x0f\n\x05token\x18\x02 \x01(\rH\x00\x12\x32\n\x05\x65rror\x18\x03 \x01(\x0b\x32!.stageline.internal.v1.SliceErrorH\x00\x12\x35\n\x08logprobs\x18\x04 \x01(\x0b\x32#.stageline.internal.v1.StepLogprobs\x12<\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32#.stageline.internal.v1.StepLogprobsB\t\n\x07outcome\"\xc0\x01\n\nSliceError\x12\x34\n\x04kind\x18\x01 \x01(\x0e\x32&.stageline.internal.v1.SliceError.Kind\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\\\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16KIND_NON_FINITE_LOGITS\x10\x01\x12\x10\n\x0cKIND_SAMPLER\x10\x02\x12\x10\n\x0cKIND_GRAMMAR\x10\x03\"f\n\x0cStepLogprobs\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\ntop_tokens\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02*E\n\tByteOrder\x12\x1a\n\x16\x42YTE_ORDER_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x42YTE_ORDER_LITTLE_ENDIAN\x10\x01*\x8a\x05\n\rStepFaultKind\x12\x1f\n\x1bSTEP_FAULT_KIND_UNSPECIFIED\x10\x00\x12)\n%STEP_FAULT_KIND_HIDDEN_STATES_MISSING\x10\x01\x12,\n(STEP_FAULT_KIND_HIDDEN_STATES_UNEXPECTED\x10\x02\x12\x19\n\x15STEP_FAULT_KIND_SHAPE\x10\x03\x12\x19\n\x15STEP_FAULT_KIND_DTYPE\x10\x04\x12\x19\n\x15STEP_FAULT_KIND_EPOCH\x10\x05\x12\x1b\n\x17STEP_FAULT_KIND_STEP_ID\x10\x06\x12\x1d\n\x19STEP_FAULT_KIND_SLICE_SET\x10\x07\x12\x1c\n\x18STEP_FAULT_KIND_POSITION\x10\x08\x12\x1c\n\x18STEP_FAULT_KIND_CHECKSUM\x10\t\x12\x1f\n\x1bSTEP_FAULT_KIND_UNDECODABLE\x10\n\x12\x1a\n\x16STEP_FAULT_KIND_RECORD\x10\x0b\x12\x1d\n\x19STEP_FAULT_KIND_KV_SIGNAL\x10\x0c\x12!\n\x1dSTEP_FAULT_KIND_KV_DIVERGENCE\x10\r\x12\x1a\n\x16STEP_FAULT_KIND_DEVICE\x10\x0e\x12\x1e\n\x1aSTEP_FAULT_KIND_NON_FINITE\x10\x0f\x12\x1d\n\x19STEP_FAULT_KIND_NEIGHBOUR\x10\x10\x12\x1b\n\x17STEP_FAULT_KIND_OVERDUE\x10\x11\x12!\n\x1dSTEP_FAULT_KIND_OUT_OF_MEMORY\x10\x12\x12\x1c\n\x18STEP_FAULT_KIND_INTERNAL\x10\x13\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$stageline_rpc/internal/v1/step.proto\x12\x15stageline.internal.v1\x1a\x1estageline_rpc/v1/cluster.proto\x1a stageline_rpc/v1/inference.proto\"1\n\x0bSequenceKey\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\xee\x02\n\x04Step\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x35\n\x07\x64\x65\x63odes\x18\x03 \x01(\x0b\x32$.stageline.internal.v1.DecodeColumns\x12\x33\n\x06\x63hunks\x18\x04 \x03(\x0b\x32#.stageline.internal.v1.PrefillChunk\x12\x32\n\x06starts\x18\x05 \x03(\x0b\x32\".stageline.internal.v1.StartRecord\x12.\n\x04\x65nds\x18\x06 \x03(\x0b\x32 .stageline.internal.v1.EndRecord\x12\x36\n\x07signals\x18\x07 \x03(\x0b\x32%.stageline.internal.v1.SequenceSignal\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x06\x12.\n\x05grows\x18\t \x01(\x0b\x32\x1f.stageline.internal.v1.GrowRows\"*\n\x08GrowRows\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\"F\n\rDecodeColumns\x12\x12\n\nidentities\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x11\n\tpositions\x18\x03 \x01(\x0c\"\xa9\x01\n\x0cPrefillChunk\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\r\n\x05start\x18\x04 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x05 \x01(\r\x12\x11\n\tis_scored\x18\x06 \x01(\x08\"\xe1\x01\n\x0bStartRecord\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x35\n\x08sampling\x18\x05 \x01(\x0b\x32#.stageline.internal.v1.StepSampling\x12\x13\n\x0btraceparent\x18\x06 \x01(\t\x12\x0e\n\x06\x63lient\x18\x07 \x01(\t\"\x93\x01\n\x0cStepSampling\x12\x34\n\nparameters\x18\x01 \x01(\x0b\x32 .stageline.v1.SamplingParameters\x12\x1c\n\x14min_tokens_hold_back\x18\x02 \x03(\r\x12/\n\x07grammar\x18\x03 \x01(\x0b\x32\x1e.stageline.internal.v1.Grammar\"\x1f\n\rTokenSequence\x12\x0e\n\x06tokens\x18\x01 \x03(\r\"9\n\x07Grammar\x12\x12\n\ndefinition\x18\x01 \x01(\t\x12\x1a\n\x12tokenizer_checksum\x18\x02 \x01(\x06\"X\n\tEndRecord\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12\x15\n\rrestart_count\x18\x02 \x01(\r\"\xcf\x03\n\x0eSequenceSignal\x12\x34\n\x08sequence\x18\x01 \x01(\x0b\x32\".stageline.internal.v1.SequenceKey\x12)\n\x03use\x18\x02 \x01(\x0b\x32\x1a.stageline.internal.v1.UseH\x00\x12\x31\n\x07promote\x18\x03 \x01(\x0b\x32\x1e.stageline.internal.v1.PromoteH\x00\x12-\n\x05\x64\x65ref\x18\x04 \x01(\x0b\x32\x1c.stageline.internal.v1.BlockH\x00\x12/\n\x07\x64\x65stroy\x18\x05 \x01(\x0b\x32\x1c.stageline.internal.v1.BlockH\x00\x12;\n\ntake_state\x18\x07 \x01(\x0b\x32%.stageline.internal.v1.RecurrentStateH\x00\x12\x36\n\ncopy_state\x18\x08 \x01(\x0b\x32 .stageline.internal.v1.CopyStateH\x00\x12;\n\nfree_state\x18\t \x01(\x0b\x32%.stageline.internal.v1.RecurrentStateH\x00\x12\r\n\x05group\x18\x06 \x01(\rB\x08\n\x06signal\"=\n\x0eRecurrentState\x12\x0e\n\x04live\x18\x01 \x01(\x04H\x00\x12\x12\n\x08snapshot\x18\x02 \x01(\x06H\x00\x42\x07\n\x05state\"\x8b\x01\n\tCopyState\x12\x35\n\x06source\x18\x01 \x01(\x0b\x32%.stageline.internal.v1.RecurrentState\x12\x35\n\x06target\x18\x02 \x01(\x0b\x32%.stageline.internal.v1.RecurrentState\x12\x10\n\x08position\x18\x03 \x01(\r\"3\n\x05\x42lock\x12\x0e\n\x04\x66ull\x18\x01 \x01(\x06H\x00\x12\x11\n\x07partial\x18\x02 \x01(\x04H\x00\x42\x07\n\x05\x62lock\"~\n\x03Use\x12,\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x1c.stageline.internal.v1.Block\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\rB\t\n\x07_parent\"e\n\x07Promote\x12\x0f\n\x07partial\x18\x01 \x01(\x04\x12\x15\n\rsequence_hash\x18\x02 \x01(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x12\x12\n\nblock_hash\x18\x04 \x01(\x06\x42\t\n\x07_parent\"\x99\x01\n\x0cTensorHeader\x12\"\n\x05\x64type\x18\x01 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x34\n\nbyte_order\x18\x03 \x01(\x0e\x32 .stageline.internal.v1.ByteOrder\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04name\x18\x05 \x01(\t\"E\n\rTensorHeaders\x12\x34\n\x07tensors\x18\x01 \x03(\x0b\x32#.stageline.internal.v1.TensorHeader\"\xcb\x01\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x12\n\nidentities\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x31\n\x07\x64\x65tails\x18\x05 \x03(\x0b\x32 .stageline.internal.v1.RowDetail\x12\x13\n\x0bstage_times\x18\x06 \x01(\x0c\x12\x31\n\tlate_rows\x18\x07 \x03(\x0b\x32\x1e.stageline.internal.v1.LateRow\"M\n\x07LateRow\x12\x10\n\x08identity\x18\x01 \x01(\x0c\x12\x30\n\x06\x64\x65tail\x18\x02 \x01(\x0b\x32 .stageline.internal.v1.RowDetail\"\xee\x01\n\tRowDetail\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x0f\n\x05token\x18\x02 \x01(\rH\x00\x12\x32\n\x05\x65rror\x18\x03 \x01(\x0b\x32!.stageline.internal.v1.SliceErrorH\x00\x12\x35\n\x08logprobs\x18\x04 \x01(\x0b\x32#.stageline.internal.v1.StepLogprobs\x12<\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32#.stageline.internal.v1.StepLogprobs\x12\x0f\n\x07is_late\x18\x06 \x01(\x08\x42\t\n\x07outcome\"\xc0\x01\n\nSliceError\x12\x34\n\x04kind\x18\x01 \x01(\x0e\x32&.stageline.internal.v1.SliceError.Kind\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\\\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16KIND_NON_FINITE_LOGITS\x10\x01\x12\x10\n\x0cKIND_SAMPLER\x10\x02\x12\x10\n\x0cKIND_GRAMMAR\x10\x03\"f\n\x0cStepLogprobs\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\ntop_tokens\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02*E\n\tByteOrder\x12\x1a\n\x16\x42YTE_ORDER_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x42YTE_ORDER_LITTLE_ENDIAN\x10\x01*\x8a\x05\n\rStepFaultKind\x12\x1f\n\x1bSTEP_FAULT_KIND_UNSPECIFIED\x10\x00\x12)\n%STEP_FAULT_KIND_HIDDEN_STATES_MISSING\x10\x01\x12,\n(STEP_FAULT_KIND_HIDDEN_STATES_UNEXPECTED\x10\x02\x12\x19\n\x15STEP_FAULT_KIND_SHAPE\x10\x03\x12\x19\n\x15STEP_FAULT_KIND_DTYPE\x10\x04\x12\x19\n\x15STEP_FAULT_KIND_EPOCH\x10\x05\x12\x1b\n\x17STEP_FAULT_KIND_STEP_ID\x10\x06\x12\x1d\n\x19STEP_FAULT_KIND_SLICE_SET\x10\x07\x12\x1c\n\x18STEP_FAULT_KIND_POSITION\x10\x08\x12\x1c\n\x18STEP_FAULT_KIND_CHECKSUM\x10\t\x12\x1f\n\x1bSTEP_FAULT_KIND_UNDECODABLE\x10\n\x12\x1a\n\x16STEP_FAULT_KIND_RECORD\x10\x0b\x12\x1d\n\x19STEP_FAULT_KIND_KV_SIGNAL\x10\x0c\x12!\n\x1dSTEP_FAULT_KIND_KV_DIVERGENCE\x10\r\x12\x1a\n\x16STEP_FAULT_KIND_DEVICE\x10\x0e\x12\x1e\n\x1aSTEP_FAULT_KIND_NON_FINITE\x10\x0f\x12\x1d\n\x19STEP_FAULT_KIND_NEIGHBOUR\x10\x10\x12\x1b\n\x17STEP_FAULT_KIND_OVERDUE\x10\x11\x12!\n\x1dSTEP_FAULT_KIND_OUT_OF_MEMORY\x10\x12\x12\x1c\n\x18STEP_FAULT_KIND_INTERNAL\x10\x13\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stageline_rpc.internal.v1.step_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BYTEORDER']._serialized_start=3241
-  _globals['_BYTEORDER']._serialized_end=3310
-  _globals['_STEPFAULTKIND']._serialized_start=3313
-  _globals['_STEPFAULTKIND']._serialized_end=3963
+  _globals['_BYTEORDER']._serialized_start=3404
+  _globals['_BYTEORDER']._serialized_end=3473
+  _globals['_STEPFAULTKIND']._serialized_start=3476
+  _globals['_STEPFAULTKIND']._serialized_end=4126
   _globals['_SEQUENCEKEY']._serialized_start=129
   _globals['_SEQUENCEKEY']._serialized_end=178
   _globals['_STEP']._serialized_start=181
@@ -48,39 +48,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLCHUNK']._serialized_start=666
   _globals['_PREFILLCHUNK']._serialized_end=835
   _globals['_STARTRECORD']._serialized_start=838
-  _globals['_STARTRECORD']._serialized_end=1047
-  _globals['_STEPSAMPLING']._serialized_start=1050
-  _globals['_STEPSAMPLING']._serialized_end=1197
-  _globals['_TOKENSEQUENCE']._serialized_start=1199
-  _globals['_TOKENSEQUENCE']._serialized_end=1230
-  _globals['_GRAMMAR']._serialized_start=1232
-  _globals['_GRAMMAR']._serialized_end=1289
-  _globals['_ENDRECORD']._serialized_start=1291
-  _globals['_ENDRECORD']._serialized_end=1379
-  _globals['_SEQUENCESIGNAL']._serialized_start=1382
-  _globals['_SEQUENCESIGNAL']._serialized_end=1845
-  _globals['_RECURRENTSTATE']._serialized_start=1847
-  _globals['_RECURRENTSTATE']._serialized_end=1908
-  _globals['_COPYSTATE']._serialized_start=1911
-  _globals['_COPYSTATE']._serialized_end=2050
-  _globals['_BLOCK']._serialized_start=2052
-  _globals['_BLOCK']._serialized_end=2103
-  _globals['_USE']._serialized_start=2105
-  _globals['_USE']._serialized_end=2231
-  _globals['_PROMOTE']._serialized_start=2233
-  _globals['_PROMOTE']._serialized_end=2334
-  _globals['_TENSORHEADER']._serialized_start=2337
-  _globals['_TENSORHEADER']._serialized_end=2490
-  _globals['_TENSORHEADERS']._serialized_start=2492
-  _globals['_TENSORHEADERS']._serialized_end=2561
-  _globals['_STEPRESULT']._serialized_start=2564
-  _globals['_STEPRESULT']._serialized_end=2716
-  _globals['_ROWDETAIL']._serialized_start=2719
-  _globals['_ROWDETAIL']._serialized_end=2940
-  _globals['_SLICEERROR']._serialized_start=2943
-  _globals['_SLICEERROR']._serialized_end=3135
-  _globals['_SLICEERROR_KIND']._serialized_start=3043
-  _globals['_SLICEERROR_KIND']._serialized_end=3135
-  _globals['_STEPLOGPROBS']._serialized_start=3137
-  _globals['_STEPLOGPROBS']._serialized_end=3239
+  _globals['_STARTRECORD']._serialized_end=1063
+  _globals['_STEPSAMPLING']._serialized_start=1066
+  _globals['_STEPSAMPLING']._serialized_end=1213
+  _globals['_TOKENSEQUENCE']._serialized_start=1215
+  _globals['_TOKENSEQUENCE']._serialized_end=1246
+  _globals['_GRAMMAR']._serialized_start=1248
+  _globals['_GRAMMAR']._serialized_end=1305
+  _globals['_ENDRECORD']._serialized_start=1307
+  _globals['_ENDRECORD']._serialized_end=1395
+  _globals['_SEQUENCESIGNAL']._serialized_start=1398
+  _globals['_SEQUENCESIGNAL']._serialized_end=1861
+  _globals['_RECURRENTSTATE']._serialized_start=1863
+  _globals['_RECURRENTSTATE']._serialized_end=1924
+  _globals['_COPYSTATE']._serialized_start=1927
+  _globals['_COPYSTATE']._serialized_end=2066
+  _globals['_BLOCK']._serialized_start=2068
+  _globals['_BLOCK']._serialized_end=2119
+  _globals['_USE']._serialized_start=2121
+  _globals['_USE']._serialized_end=2247
+  _globals['_PROMOTE']._serialized_start=2249
+  _globals['_PROMOTE']._serialized_end=2350
+  _globals['_TENSORHEADER']._serialized_start=2353
+  _globals['_TENSORHEADER']._serialized_end=2506
+  _globals['_TENSORHEADERS']._serialized_start=2508
+  _globals['_TENSORHEADERS']._serialized_end=2577
+  _globals['_STEPRESULT']._serialized_start=2580
+  _globals['_STEPRESULT']._serialized_end=2783
+  _globals['_LATEROW']._serialized_start=2785
+  _globals['_LATEROW']._serialized_end=2862
+  _globals['_ROWDETAIL']._serialized_start=2865
+  _globals['_ROWDETAIL']._serialized_end=3103
+  _globals['_SLICEERROR']._serialized_start=3106
+  _globals['_SLICEERROR']._serialized_end=3298
+  _globals['_SLICEERROR_KIND']._serialized_start=3206
+  _globals['_SLICEERROR_KIND']._serialized_end=3298
+  _globals['_STEPLOGPROBS']._serialized_start=3300
+  _globals['_STEPLOGPROBS']._serialized_end=3402
 # @@protoc_insertion_point(module_scope)

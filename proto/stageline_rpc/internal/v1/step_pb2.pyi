@@ -285,10 +285,13 @@ class StartRecord(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    CLIENT_FIELD_NUMBER: _builtins.int
     restart_count: _builtins.int
     num_prompt_tokens: _builtins.int
     traceparent: _builtins.str
     """W3C trace context of the request's span; empty where the request is not traced."""
+    client: _builtins.str
+    """Client whose turns the sequence takes on the stage; empty for one without a name."""
     @_builtins.property
     def sequence(self) -> Global___SequenceKey: ...
     @_builtins.property
@@ -306,10 +309,11 @@ class StartRecord(_message.Message):
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___StepSampling | None = ...,
         traceparent: _builtins.str = ...,
+        client: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "restart_count", b"restart_count", "sampling", b"sampling", "sequence", b"sequence", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "num_prompt_tokens", b"num_prompt_tokens", "restart_count", b"restart_count", "sampling", b"sampling", "sequence", b"sequence", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -691,6 +695,7 @@ class StepResult(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     DETAILS_FIELD_NUMBER: _builtins.int
     STAGE_TIMES_FIELD_NUMBER: _builtins.int
+    LATE_ROWS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step_id: _builtins.int
     identities: _builtins.bytes
@@ -703,6 +708,10 @@ class StepResult(_message.Message):
     def details(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowDetail]:
         """Rows that are not plain tokens, in ascending order."""
 
+    @_builtins.property
+    def late_rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___LateRow]:
+        """Rows of earlier results that were late."""
+
     def __init__(
         self,
         *,
@@ -712,14 +721,43 @@ class StepResult(_message.Message):
         tokens: _builtins.bytes = ...,
         details: _abc.Iterable[Global___RowDetail] | None = ...,
         stage_times: _builtins.bytes = ...,
+        late_rows: _abc.Iterable[Global___LateRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["details", b"details", "epoch", b"epoch", "identities", b"identities", "stage_times", b"stage_times", "step_id", b"step_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["details", b"details", "epoch", b"epoch", "identities", b"identities", "late_rows", b"late_rows", "stage_times", b"stage_times", "step_id", b"step_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class LateRow(_message.Message):
+    """The token, or the error, of a row that was late in the result of its own step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    identity: _builtins.bytes
+    """24 bytes, as in DecodeColumns."""
+    @_builtins.property
+    def detail(self) -> Global___RowDetail:
+        """`row` is 0. Has no log-probabilities of the prompt."""
+
+    def __init__(
+        self,
+        *,
+        identity: _builtins.bytes = ...,
+        detail: Global___RowDetail | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "identity", b"identity"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LateRow: _TypeAlias = LateRow  # noqa: Y015
 
 @_typing.final
 class RowDetail(_message.Message):
@@ -730,8 +768,11 @@ class RowDetail(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    IS_LATE_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     token: _builtins.int
+    is_late: _builtins.bool
+    """There is no outcome yet: the mask of the row's grammar is not ready. A later result has it as a late row."""
     @_builtins.property
     def error(self) -> Global___SliceError: ...
     @_builtins.property
@@ -750,10 +791,11 @@ class RowDetail(_message.Message):
         error: Global___SliceError | None = ...,
         logprobs: Global___StepLogprobs | None = ...,
         prompt_logprobs: _abc.Iterable[Global___StepLogprobs] | None = ...,
+        is_late: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "logprobs", b"logprobs", "outcome", b"outcome", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "logprobs", b"logprobs", "outcome", b"outcome", "prompt_logprobs", b"prompt_logprobs", "row", b"row", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "is_late", b"is_late", "logprobs", b"logprobs", "outcome", b"outcome", "prompt_logprobs", b"prompt_logprobs", "row", b"row", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["token", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.cost_model import decodes_cost
@@ -77,6 +77,8 @@ class PipelineModel:
         self.num_steps = 0
         self.sent: list[Step] = []
         self.error_at: Callable[[StepSlice], bool] = lambda part: False
+        self.late_at: Callable[[StepSlice], bool] = lambda part: False
+        """Rows whose outcome the next result has."""
         self.stage_times: Callable[[Step], tuple[StageTime, ...]] = lambda step: ()
         self._num_stages = num_stages
         self._prefix_caching = prefix_caching
@@ -198,13 +200,18 @@ class PipelineModel:
         if stage + 1 < len(self.stages):
             self.queues[stage + 1].append(step)
             return True
-        results = tuple(
-            SliceResult(part.sequence, part.restart_count, self._outcome(part, tokens))
-            for part in step.slices
-            if part.is_sampled
-        )
-        self.results.append(StepResult.of(step.epoch, step.step_id, results, self.stage_times(step)))
+        late_rows, self._late_rows = self._late_rows, []
+        rows = [self._row(part, tokens) for part in step.slices if part.is_sampled]
+        result = StepResult.of(step.epoch, step.step_id, rows, self.stage_times(step))
+        self.results.append(replace(result, late_rows=tuple(late_rows)))
         return True
+
+    def _row(self, part: StepSlice, tokens: dict[SequenceKey, int]) -> SliceResult:
+        row = SliceResult(part.sequence, part.restart_count, self._outcome(part, tokens))
+        if not self.late_at(part):
+            return row
+        self._late_rows.append(row)
+        return replace(row, outcome=None, is_late=True)
 
     def deliver(self) -> bool:
         """The oldest result reaches the coordinator; False if there is none."""
@@ -264,6 +271,7 @@ class PipelineModel:
         self.stages = []
         self.queues: list[deque[Step]] = [deque() for _ in range(self._num_stages)]
         self.results: deque[StepResult] = deque()
+        self._late_rows: list[SliceResult] = []
 
     def _check_order(self) -> None:
         """First come, first served: no queued request arrived before a running one of its client."""

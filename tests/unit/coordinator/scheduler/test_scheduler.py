@@ -6,8 +6,8 @@ import pytest
 
 from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler import scheduler
-from coordinator.scheduler.cost_model import cost_of_step
-from coordinator.scheduler.in_flight import ResultMismatch
+from coordinator.scheduler.cost_model import StepCost, cost_of_step
+from coordinator.scheduler.in_flight import ResultMismatch, StepsInFlight
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler, UsedRestartCounts
@@ -17,7 +17,17 @@ from stageline_rpc.internal.v1 import step_pb2
 from tests.unit.coordinator.scheduler.pipeline_model import PipelineModel, key_of, solo_run
 from wire.errors import GrammarFailed, ServingError, SliceFailed
 from wire.ids import SequenceKey, new_request_id
-from wire.steps import Decode, EndRecord, Prefill, SliceError, SliceResult, Step, StepResult, TokenLogprobs
+from wire.steps import (
+    Decode,
+    EndRecord,
+    Prefill,
+    SliceError,
+    SliceResult,
+    Step,
+    StepResult,
+    StepSlice,
+    TokenLogprobs,
+)
 
 
 def test_restart_counts_exceed_those_of_a_stage_within_four_megabytes() -> None:
@@ -435,6 +445,97 @@ def test_no_step_is_sent_without_work() -> None:
     model.submit([1], max_tokens=1)
     model.drain(max_steps=3)
     assert model.scheduler.next_step(0.0) is None
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 3])
+def test_late_tokens_arrive_with_later_results(max_steps_in_flight: int) -> None:
+    model = model_of(max_steps_in_flight=max_steps_in_flight)
+    late = model.submit([1, 2], max_tokens=3)
+    model.late_at = lambda part: part.sequence == late.key
+    model.submit([3, 4], max_tokens=12)
+    model.drain(max_steps=40)
+    model.check_all_ended()
+
+
+def test_a_late_token_is_asked_for_while_no_step_is_in_flight() -> None:
+    model = model_of()
+    late = model.submit([1, 2], max_tokens=2)
+    model.late_at = lambda part: True
+    model.run_step()
+    assert (late.num_generated_tokens, model.sent[-1].num_slices) == (0, 0)
+    assert model.scheduler.num_steps_in_flight == 1
+    assert model.scheduler.next_step(0.0) is None, "one question is enough"
+    model.run_step()
+    assert late.num_generated_tokens == 1
+    model.drain(max_steps=4)
+    model.check_all_ended()
+
+
+def test_a_late_row_does_not_hold_the_others_of_its_step() -> None:
+    model = model_of()
+    model.scheduler.end_epoch()
+    late, mate = model.submit([1, 2], max_tokens=4), model.submit([3, 4], max_tokens=4)
+    model.begin_epoch()
+    model.late_at = lambda part: part.sequence == late.key
+    model.run_step()
+    assert (late.num_generated_tokens, mate.num_generated_tokens) == (0, 1)
+    assert decodes_of(model.sent[-1]) == [1]
+    model.drain(max_steps=20)
+    model.check_all_ended()
+
+
+def test_a_late_error_fails_its_sequence_alone() -> None:
+    model = model_of()
+    bad, good = model.submit([1, 2], max_tokens=4), model.submit([3, 4], max_tokens=4)
+    model.late_at = model.error_at = lambda part: part.sequence == bad.key
+    model.drain(max_steps=20)
+    assert (bad.state, good.state) == (SequenceState.FAILED, SequenceState.FINISHED)
+    model.check_all_ended()
+
+
+def test_a_sequence_with_a_late_token_is_unfinished() -> None:
+    """It is a suspect if its worker is lost."""
+    model = model_of()
+    late = model.submit([1, 2], max_tokens=4)
+    model.late_at = lambda part: True
+    model.run_step()
+    assert model.scheduler.unfinished == [late]
+    model.drain(max_steps=20)
+    assert model.scheduler.unfinished == []
+
+
+def test_the_late_token_of_an_earlier_start_is_discarded() -> None:
+    model = model_of()
+    late = model.submit([1, 2], max_tokens=4, client="late")
+    other = model.submit([3, 4], max_tokens=4)
+    model.late_at = lambda part: part.sequence == late.key
+    model.run_step()
+    model.scheduler._requeue(late)
+    model.drain(max_steps=30)
+    assert late.num_restarts == 1
+    assert other.state is SequenceState.FINISHED
+    model.check_all_ended()
+
+
+def test_a_cancelled_sequence_asks_for_no_late_token() -> None:
+    model = model_of()
+    late = model.submit([1, 2], max_tokens=4)
+    model.late_at = lambda part: True
+    model.run_step()
+    model.cancel(late.key)
+    model.drain(max_steps=3)
+    model.check_all_ended()
+    assert model.scheduler.next_step(0.0) is None
+
+
+def test_a_late_row_without_a_token_to_come_is_rejected() -> None:
+    steps, one = StepsInFlight(DEFAULT_POLICY), key()
+    scored = StepSlice(one, 0, (1, 2), Prefill(0, 2, 4, is_scored=True))
+    steps.add(Step.of((scored,), epoch=1, step_id=0), StepCost(), 0.0)
+    scores = (TokenLogprobs(1, -0.5, 1, ()),)
+    row = SliceResult(one, 0, None, prompt_logprobs=scores, is_late=True)
+    with pytest.raises(ResultMismatch, match="is late, and has no token"):
+        steps.take(StepResult.of(1, 0, [row]), 0.0)
 
 
 def test_a_slice_error_fails_one_request_and_leaves_none_of_its_blocks_behind() -> None:

@@ -52,16 +52,14 @@ class HeldPool(Executor):
         self._held.append((future, lambda: fn(*args, **kwargs)))
         return future
 
-    def work(self) -> int:
-        """Runs all held work; returns the number of calls that were not cancelled."""
-        held = [(future, work) for future, work in self._held if future.set_running_or_notify_cancel()]
-        self._held.clear()
-        for future, work in held:
+    def work(self) -> None:
+        """Run all held work, and what it submits."""
+        while self._held:
+            future, work = self._held.pop(0)
             try:
                 future.set_result(work())
             except Exception as error:
                 future.set_exception(error)
-        return len(held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +118,7 @@ class Walk:
 
     def allowed(self) -> list[int]:
         """The ids that the grammar allows next."""
+        assert not self.masks.late([self.key])
         logits = torch.zeros(1, VOCAB_SIZE)
         assert self.masks.apply(logits, [(0, self.key)]) == {}
         return torch.nonzero(logits[0] == 0).flatten().tolist()
@@ -127,6 +126,7 @@ class Walk:
     def sample(self) -> int:
         """The next token, chosen under the grammar."""
         logits = self.logits()
+        assert not self.masks.late([self.key])
         assert self.masks.apply(logits, [(0, self.key)]) == {}
         if self.is_greedy:
             return int(logits.argmax())

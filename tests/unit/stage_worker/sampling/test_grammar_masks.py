@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
-from stage_worker.sampling.grammar_masks import GrammarMasks
+from checkpoint.grammar_tokenizer import GrammarMatcher, GrammarTokenizer
+from stage_worker.sampling.grammar_masks import MASK_THREADS, GrammarMasks
 from tests.properties import examples
 from tests.unit.stage_worker.sampling.grammar_walks import (
     EOS,
@@ -141,7 +143,7 @@ def test_the_built_in_model_is_served() -> None:
     checkpoint = Checkpoint.open(MODEL_DIRECTORY)
     vocab_size, eos = checkpoint.config.vocab_size, checkpoint.eos_token_ids
     compiler = GrammarCompiler(MODEL_DIRECTORY, vocab_size=vocab_size, eos_token_ids=eos)
-    masks = GrammarMasks(MODEL_DIRECTORY, vocab_size=vocab_size, eos_token_ids=eos)
+    masks = GrammarMasks(MODEL_DIRECTORY, vocab_size=vocab_size, eos_token_ids=eos, wait_s=10.0)
     record = StartRecord(
         SequenceKey(new_request_id(), 0),
         1,
@@ -152,6 +154,7 @@ def test_the_built_in_model_is_served() -> None:
     assert masks.load() is None
     assert masks.start(record) is None
     logits = torch.zeros(1, vocab_size)
+    assert not masks.late([record.sequence])
     assert masks.apply(logits, [(0, record.sequence)]) == {}
     assert int((logits == 0).sum()) == 10
     masks.close()
@@ -256,7 +259,7 @@ def test_apply_finds_the_mask_that_precompute_made(walk: Walk) -> None:
     assert pool.num_pieces == 2
 
 
-def test_nothing_but_apply_waits(byte_setting: Setting) -> None:
+def test_nothing_waits_for_a_mask_that_is_late(byte_setting: Setting) -> None:
     """All work is held here, so any call that needs it would fail."""
     pool = HeldPool()
     spec = byte_setting.spec(GrammarKind.GRAMMAR, NESTED)
@@ -264,22 +267,63 @@ def test_nothing_but_apply_waits(byte_setting: Setting) -> None:
     walk.masks.start(walk.record())
     walk.masks.precompute(walk.key, walk.token("x"))
     walk.feed("x")
-    logits = torch.zeros(1, VOCAB_SIZE)
-    assert walk.masks.apply(logits, [(0, walk.key)]) == {
-        0: "the mask of the grammar was not ready after 0.01 s"
-    }
-    assert not logits.any()
-    assert pool.work() == 2
+    assert walk.masks.late([walk.key]) == {walk.key}
+    walk.masks.wait_for_any([walk.key])
+    assert not walk.masks.is_ready(walk.key)
+    pool.work()
+    assert walk.masks.is_ready(walk.key)
     assert walk.allowed() == list(EOS)
 
 
-def test_work_for_an_ended_sequence_is_dropped(byte_setting: Setting) -> None:
+def test_a_mask_that_is_ready_is_not_waited_for(byte_setting: Setting) -> None:
     pool = HeldPool()
+    walk = Walk(
+        byte_setting, byte_setting.masks(pool, wait_s=600.0), byte_setting.spec(GrammarKind.REGEX, "a")
+    )
+    walk.masks.start(walk.record())
+    pool.work()
+    other = Walk(byte_setting, walk.masks, walk.spec)
+    walk.masks.start(other.record())
+    walk.masks.wait_for_any([walk.key, other.key])
+
+
+def test_a_slow_mask_of_one_client_does_not_delay_those_of_others(
+    byte_setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many of them there are."""
+    released = threading.Event()
+    quick, matcher = byte_setting.spec(GrammarKind.REGEX, "b"), GrammarTokenizer.matcher
+
+    def slow(self: GrammarTokenizer, definition: str) -> GrammarMatcher:
+        assert definition == quick.definition or released.wait(60)
+        return matcher(self, definition)
+
+    monkeypatch.setattr(GrammarTokenizer, "matcher", slow)
+    masks = byte_setting.masks()
+    spec = replace(quick, definition=f" {quick.definition}")
+    flood = [Walk(byte_setting, masks, spec) for _ in range(8)]
+    for walk in flood:
+        masks.start(replace(walk.record(), client="flood"))
+    other = Walk(byte_setting, masks, quick)
+    masks.start(replace(other.record(), client="quiet"))
+    assert other.allowed() == [other.token("b")]
+    assert not any(masks.is_ready(walk.key) for walk in flood)
+    released.set()
+    assert flood[-1].allowed() == [other.token("b")]
+    masks.close()
+
+
+def test_work_for_an_ended_sequence_is_dropped(
+    byte_setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, made = HeldPool(), list[str]()
     walk = Walk(byte_setting, byte_setting.masks(pool), byte_setting.spec(GrammarKind.REGEX, "a{9}"))
+    monkeypatch.setattr(GrammarTokenizer, "matcher", lambda self, definition: made.append(definition))
     walk.masks.start(walk.record())
     walk.masks.precompute(walk.key, 5)
     walk.masks.end(walk.key)
-    assert pool.work() == 0
+    pool.work()
+    assert made == []
     walk.masks.end(walk.key)
 
 
@@ -404,7 +448,7 @@ def test_clear_forgets_sequences_and_keeps_tables(byte_setting: Setting) -> None
     assert walk.run() == "a"
 
 
-def test_the_work_is_done_on_one_thread_that_close_ends(byte_setting: Setting) -> None:
+def test_the_work_is_done_on_threads_that_close_ends(byte_setting: Setting) -> None:
     def grammar_threads() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name.startswith("grammar")]
 
@@ -413,11 +457,12 @@ def test_the_work_is_done_on_one_thread_that_close_ends(byte_setting: Setting) -
     walks = [Walk(byte_setting, masks, byte_setting.spec(GrammarKind.REGEX, r"\d{3}")) for _ in range(4)]
     for walk in walks:
         assert re.fullmatch(r"\d{3}", walk.run())
-    assert len(grammar_threads()) == before + 1
-    ours = grammar_threads()[-1]
+    ours = grammar_threads()[before:]
+    assert 1 <= len(ours) <= MASK_THREADS
     masks.close()
-    ours.join(timeout=10)
-    assert not ours.is_alive()
+    for thread in ours:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
 
 
 def test_workers_load_neither_transformers_nor_tokenizers() -> None:

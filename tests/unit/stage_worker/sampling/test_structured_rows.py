@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from stage_worker.policy import WORKER_POLICY
 from stage_worker.sampling import SampledStep, Sampler
 from stage_worker.sampling.grammar_masks import MaskRows
 from stageline_rpc.internal.v1 import step_pb2
 from tests.fake_cuda import DEVICE, fake_cuda
-from tests.unit.stage_worker.sampling.grammar_walks import EOS, VOCAB_SIZE, InlinePool, Setting
+from tests.unit.stage_worker.sampling.grammar_walks import EOS, VOCAB_SIZE, HeldPool, InlinePool, Setting
 from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer
 from text.grammars import GrammarKind
 from wire.ids import SequenceKey, new_request_id
@@ -43,6 +43,12 @@ def setting(tmp_path: Path) -> Setting:
 
 def new_sampler(setting: Setting) -> Sampler:
     return Sampler(vocab_size=VOCAB_SIZE, stage=2, grammars=setting.masks(InlinePool()))
+
+
+def late_sampler(setting: Setting) -> tuple[Sampler, HeldPool]:
+    """A sampler that waits for no mask, whose masks are computed on demand."""
+    pool = HeldPool()
+    return Sampler(vocab_size=VOCAB_SIZE, stage=2, grammars=setting.masks(pool, wait_s=0.0)), pool
 
 
 def started(sampler: Sampler, sampling: StepSampling, generated: tuple[int, ...] = ()) -> SequenceKey:
@@ -149,27 +155,8 @@ def test_masking_waits_for_no_device() -> None:
     assert (copies.counts["up"], copies.counts["down"]) == (0, 0)
 
 
-class Later(InlinePool):
-    """Does nothing before `run`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting: list[tuple[Future[object], Callable[[], object]]] = []
-
-    def submit(self, fn, /, *args, **kwargs):  # type: ignore[no-untyped-def]
-        future: Future[object] = Future()
-        self.waiting.append((future, partial(fn, *args, **kwargs)))
-        return future
-
-    def run(self) -> None:
-        for future, work in self.waiting:
-            future.set_result(work())
-        self.waiting.clear()
-
-
 def test_rows_whose_masks_are_not_known_in_time_are_held(setting: Setting) -> None:
-    pool = Later()
-    sampler = Sampler(vocab_size=VOCAB_SIZE, stage=2, grammars=setting.masks(pool))
+    sampler, pool = late_sampler(setting)
     spec = setting.spec(GrammarKind.REGEX, PHONE)
     bound, free = (
         started(sampler, StepSampling(temperature=0.0, grammar=spec)),
@@ -178,10 +165,70 @@ def test_rows_whose_masks_are_not_known_in_time_are_held(setting: Setting) -> No
     slices = [part(bound, []), part(free, [])]
     step = device_step(sampler, slices)
     assert step.held == {0}
-    pool.run()
+    pool.work()
     assert device_step(sampler, slices).held == frozenset()
     [ours, _] = settled(sampler, step, logits_at(0, 2))
     assert setting.codec.decode([ours])[0].isdigit()  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_late_row_gets_the_token_of_a_row_in_time(setting: Setting, temperature: float) -> None:
+    """Its mate of the step waits for nothing."""
+    spec = setting.spec(GrammarKind.REGEX, PHONE)
+    sampling = StepSampling(temperature=temperature, seed=7, logprobs=1, repetition_penalty=1.2, grammar=spec)
+    (late, pool), in_time = late_sampler(setting), new_sampler(setting)
+    key, key_in_time = started(late, sampling), started(in_time, sampling)
+    free = started(late, StepSampling())
+    text: list[int] = []
+    while not text or text[-1] not in EOS:
+        logits = logits_at(len(text), 2)
+        row, mate = late.choose([part(key, text), part(free, text)], logits)
+        assert (row.outcome, row.is_late, isinstance(mate.outcome, int)) == (None, True, True)
+        logits.fill_(0.0)  # a device uses the memory again
+        assert late.take_late_rows(may_wait=True) == ()
+        pool.work()
+        [found] = late.take_late_rows(may_wait=False)
+        [expected] = in_time.choose([part(key_in_time, text)], logits_at(len(text), 2)[:1])
+        assert (found.outcome, found.logprobs) == (expected.outcome, expected.logprobs)
+        assert late.take_late_rows(may_wait=False) == ()
+        assert isinstance(found.outcome, int)
+        text.append(found.outcome)
+    assert re.fullmatch(PHONE, setting.codec.decode(text))
+
+
+def test_a_late_row_of_a_grammar_that_fails_is_an_error(setting: Setting) -> None:
+    sampler, pool = late_sampler(setting)
+    spec = replace(setting.spec(GrammarKind.REGEX, PHONE), tokenizer_checksum=1)
+    sampler.choose([part(started(sampler, StepSampling(grammar=spec)), [])], logits_at(0, 1))
+    pool.work()
+    [row] = sampler.take_late_rows(may_wait=False)
+    assert isinstance(row.outcome, SliceError)
+    assert (row.outcome.kind, row.is_late) == (step_pb2.SliceError.KIND_GRAMMAR, False)
+
+
+def test_the_late_row_of_an_ended_sequence_is_dropped(setting: Setting) -> None:
+    sampler, pool = late_sampler(setting)
+    key = started(sampler, StepSampling(grammar=setting.spec(GrammarKind.REGEX, PHONE)))
+    sampler.choose([part(key, [])], logits_at(0, 1))
+    sampler.end(key)
+    pool.work()
+    assert sampler.take_late_rows(may_wait=True) == ()
+
+
+def test_a_mask_that_takes_too_long_fails_its_sequence(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, _ = late_sampler(setting)
+    key = started(sampler, StepSampling(grammar=setting.spec(GrammarKind.REGEX, PHONE)))
+    sampler.choose([part(key, [])], logits_at(0, 1))
+    assert sampler.take_late_rows(may_wait=False) == ()
+    limit_s = WORKER_POLICY.mask_limit_s
+    later_s = time.monotonic() + limit_s + 1
+    monkeypatch.setattr("stage_worker.sampling.late_rows.time.monotonic", lambda: later_s)
+    [row] = sampler.take_late_rows(may_wait=False)
+    text = f"the mask of the grammar was not ready after {limit_s:g} s"
+    assert row.outcome == SliceError(step_pb2.SliceError.KIND_GRAMMAR, 2, text)
+    assert row.sequence == key
 
 
 def test_masks_beyond_the_room_for_edits_are_applied_after_the_step(
