@@ -3,10 +3,10 @@
 All changes of the ledgers go through this module, so frames carry signals in the order of the ledgers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, repeat
 from typing import NamedTuple
 
 from coordinator.scheduler.sequence import Sequence
@@ -232,18 +232,24 @@ class KvCacheManager:
         ]
         return AdmissionPlan(active, num_cached_tokens, num_new_blocks[0], tuple(num_new_blocks[1:]))
 
-    def can_admit(self, plan: AdmissionPlan, *, is_alone: bool) -> bool:
-        """Whether blocks and a state are available.
+    def can_admit(self, plan: AdmissionPlan, *, is_alone: bool, prefilling: Iterable[Sequence] = ()) -> bool:
+        """Whether blocks and a state are available beside those that the rest of `prefilling` needs.
 
         A sequence that is not alone must also leave the watermark.
         """
         needed = (plan.num_new_blocks, *plan.other_new_blocks)
         if self._states is not None and not self._states.has_room(plan.active, plan.num_cached_tokens):
             return False
+        kept = [sum(map(self._num_missing_blocks, prefilling, repeat(index))) for index in range(len(needed))]
         return all(
-            num_blocks + (0 if is_alone else group.watermark) <= group.num_available
-            for group, num_blocks in zip(self._groups, needed, strict=True)
+            num_blocks + num_kept + (0 if is_alone else group.watermark) <= group.num_available
+            for group, num_blocks, num_kept in zip(self._groups, needed, kept, strict=True)
         )
+
+    def _num_missing_blocks(self, sequence: Sequence, group: int) -> int:
+        """Blocks of a block group that the rest of a prefill takes."""
+        num_blocks = -(-sequence.num_prefill_tokens // self._block_size)
+        return num_blocks - sequence.kv.groups[group].num_allocated_blocks
 
     def chunk_size(self, active: ActiveSequence, start: int, end: int, budget: int) -> int:
         """Tokens of the next chunk of a prefill of `active` from `start` to `end`, at most `budget`.

@@ -5,8 +5,10 @@ A step takes decodes first, then prompt chunks up to the token budget:
 * Decodes are distributed evenly by cost over the steps in flight, so that sequences that arrived together do
   not stay in one step while other stages idle.
 * Chunks of a prompt follow each other without waiting for results. The next prompt is admitted only after
-  the last chunk of the previous one, so two partly admitted prompts never wait for each other's blocks. The
-  chunk size depends on the decodes in the pipeline (`coordinator.scheduler.policy`).
+  the last chunk of the previous one, but a shorter one of another client alternates with a long one, step by
+  step. Its blocks must be available beside those of the long one, so two partly admitted prompts never wait
+  for each other's blocks. The chunk size depends on the decodes in the pipeline
+  (`coordinator.scheduler.policy`).
 * Clients of one priority take turns: the next sequence is one of the client with the fewest running, and of
   several such clients the one whose last turn is the longest ago.
 * A decode without a free block preempts a sequence of the priority that is last in queue order, the last one
@@ -17,7 +19,7 @@ A step takes decodes first, then prompt chunks up to the token budget:
 * After a worker loss, the sequences of unfinished steps run apart (`coordinator.scheduler.isolation`).
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 
 from coordinator.recovery.policy import RecoveryPolicy
@@ -33,7 +35,13 @@ from coordinator.scheduler.in_flight import OverdueStep, StepsInFlight
 from coordinator.scheduler.isolation import Isolation
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import BatchingPolicy, PrefillLoad, SchedulerLimits, StepPlan
-from coordinator.scheduler.sequence import FinishReason, Release, Sequence, SequenceState
+from coordinator.scheduler.sequence import (
+    FinishReason,
+    Release,
+    Sequence,
+    SequenceState,
+    UsedRestartCounts,
+)
 from coordinator.scheduler.sequence_queue import SequenceQueue
 from kvcache import ActiveSequence, OutOfBlocks
 from stageline_rpc.internal.v1 import step_pb2
@@ -49,38 +57,6 @@ from wire.steps import (
     identity_of,
     split_identities,
 )
-
-MAX_REMEMBERED = 8192
-"""Number of ended sequences whose restart count is remembered, at some 270 bytes each.
-
-More than a stage remembers, and more than can end while a result is in flight.
-"""
-
-
-class UsedRestartCounts:
-    """Last restart count of each ended sequence, so that a reused request id continues with the next one.
-
-    Results of the earlier request may still be in flight, and stages reject a second start with one count.
-    """
-
-    def __init__(self) -> None:
-        self._last: OrderedDict[SequenceKey, int] = OrderedDict()
-
-    def first_unused(self, key: SequenceKey) -> int:
-        """First unused restart count of `key`."""
-        return self._last.get(key, -1) + 1
-
-    def record_end(self, key: SequenceKey, restart_count: int) -> None:
-        """Record the last restart count of an ended sequence."""
-        self._last[key] = restart_count
-        self._last.move_to_end(key)
-        if len(self._last) > MAX_REMEMBERED:
-            self._last.popitem(last=False)
-
-    def clear(self) -> None:
-        """Forget all sequences, at the end of an epoch."""
-        self._last.clear()
-
 
 MAX_RECORD_BYTES = 4 * 1024 * 1024
 """Size of the start records of a step above which it starts no further sequence."""
@@ -98,6 +74,7 @@ class Scheduler:
         self._requeued: list[Sequence] = []
         self._running: dict[SequenceKey, Sequence] = {}
         self._prefilling: dict[SequenceKey, Sequence] = {}
+        self._has_given_way = False
         self._decoding = DecodeQueue()
         self._late: dict[SequenceKey, Sequence] = {}
         self._burst_tokens = 0
@@ -494,25 +471,55 @@ class Scheduler:
             and builder.record_bytes < MAX_RECORD_BYTES
         ):
             room = limits.max_step_tokens - builder.num_tokens
-            sequence = next(iter(self._prefilling.values()), None)
-            if sequence is None:
-                sequence = self._admit(builder, kv, plan, room)
+            sequence = self._next_prefill(builder, kv, plan, room)
             if sequence is None or not self._add_chunk(sequence, builder, kv, plan, room):
                 return
             if sequence.can_prefill:
-                return  # the policy ended the chunk: the rest is for the next step
+                # The policy ended the chunk: the rest is for the next step, or for the one after it.
+                self._prefilling[sequence.key] = self._prefilling.pop(sequence.key)
+                return
 
-    def _admit(self, builder: StepBuilder, kv: KvCacheManager, plan: StepPlan, room: int) -> Sequence | None:
-        """Admit the next of the queue, or a suspect, if all its blocks are available; no other overtakes it.
+    def _next_prefill(
+        self, builder: StepBuilder, kv: KvCacheManager, plan: StepPlan, room: int
+    ) -> Sequence | None:
+        """The sequence of the next chunk. At most every second step begins with a prompt that was admitted
+        beside an unfinished one.
+        """
+        first = next(iter(self._prefilling.values()), None)
+        if first is None:
+            return self._admit(self._next_in_queue(), builder, kv, plan, room)
+        if not builder.chunks:
+            self._has_given_way = not self._has_given_way and self._gives_way(first)
+            if self._has_given_way:
+                shorter = self._admit(self._next_in_queue(), builder, kv, plan, room)
+                return first if shorter is None else shorter
+        return first
+
+    def _gives_way(self, first: Sequence) -> bool:
+        """Whether the next of the queue is a shorter prompt of another client, and `first` the only one."""
+        if len(self._prefilling) > 1 or not self._admits_new or self.isolation.is_active:
+            return False
+        shorter = self._queue.fairest(self._num_running_of())
+        return (
+            shorter is not None
+            and shorter.client != first.client
+            and shorter.order.priority >= first.order.priority
+            and shorter.num_tokens < first.num_uncomputed_prefill_tokens
+        )
+
+    def _admit(
+        self, sequence: Sequence | None, builder: StepBuilder, kv: KvCacheManager, plan: StepPlan, room: int
+    ) -> Sequence | None:
+        """Admit `sequence` of the queue, if all its blocks are available; no other overtakes it.
 
         Its first chunk must fit into this step, because a sequence owns its cached blocks only from its first
         chunk on, and other sequences may evict them before.
         """
-        sequence = self._next_in_queue()
         if sequence is None:
             return None
         admission = kv.plan(sequence)
-        if not kv.can_admit(admission, is_alone=not self._running):
+        prefilling = self._prefilling.values()
+        if not kv.can_admit(admission, is_alone=not self._running, prefilling=prefilling):
             return None
         first, end = admission.num_cached_tokens, sequence.num_tokens
         if not self._chunk_size(admission.active, first, end, builder, kv, plan, room):

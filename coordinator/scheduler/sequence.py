@@ -1,5 +1,6 @@
 """A sequence: queue order, states with their transition table, tokens, progress and blocks. Pure."""
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from typing import NamedTuple
@@ -490,3 +491,35 @@ class Sequence:
         self._state = state
         if not state.is_live:
             self._identity = b""
+
+
+MAX_REMEMBERED = 8192
+"""Number of ended sequences whose restart count is remembered, at some 270 bytes each.
+
+More than a stage remembers, and more than can end while a result is in flight.
+"""
+
+
+class UsedRestartCounts:
+    """Last restart count of each ended sequence, so that a reused request id continues with the next one.
+
+    Results of the earlier request may still be in flight, and stages reject a second start with one count.
+    """
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[SequenceKey, int] = OrderedDict()
+
+    def first_unused(self, key: SequenceKey) -> int:
+        """First unused restart count of `key`."""
+        return self._last.get(key, -1) + 1
+
+    def record_end(self, key: SequenceKey, restart_count: int) -> None:
+        """Record the last restart count of an ended sequence."""
+        self._last[key] = restart_count
+        self._last.move_to_end(key)
+        if len(self._last) > MAX_REMEMBERED:
+            self._last.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all sequences, at the end of an epoch."""
+        self._last.clear()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import coordinator.scheduler.scheduler
+import coordinator.scheduler.sequence
 import stage_worker.validation
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.calls import Caller, StatusCode
@@ -41,7 +41,7 @@ def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     grows for minutes.
     """
     monkeypatch.setattr(stage_worker.validation, "ENDED_REMEMBERED", 128)
-    monkeypatch.setattr(coordinator.scheduler.scheduler, "MAX_REMEMBERED", 256)
+    monkeypatch.setattr(coordinator.scheduler.sequence, "MAX_REMEMBERED", 256)
 
 
 async def until_released(cluster: Cluster, before: Footprint | None = None) -> Footprint:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.recovery.policy import DEFAULT_POLICY
-from coordinator.scheduler import scheduler
+from coordinator.scheduler import scheduler, sequence
 from coordinator.scheduler.cost_model import StepCost, cost_of_step
 from coordinator.scheduler.in_flight import ResultMismatch, StepsInFlight
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
-from coordinator.scheduler.scheduler import Scheduler, UsedRestartCounts
-from coordinator.scheduler.sequence import FinishReason, Priority, SequenceState
+from coordinator.scheduler.scheduler import Scheduler
+from coordinator.scheduler.sequence import FinishReason, Priority, SequenceState, UsedRestartCounts
 from stage_worker import validation
 from stageline_rpc.internal.v1 import step_pb2
 from tests.unit.coordinator.scheduler.pipeline_model import PipelineModel, key_of, solo_run
@@ -31,8 +33,8 @@ from wire.steps import (
 
 
 def test_restart_counts_exceed_those_of_a_stage_within_four_megabytes() -> None:
-    assert scheduler.MAX_REMEMBERED > validation.ENDED_REMEMBERED
-    assert scheduler.MAX_REMEMBERED * 270 < 4e6
+    assert sequence.MAX_REMEMBERED > validation.ENDED_REMEMBERED
+    assert sequence.MAX_REMEMBERED * 270 < 4e6
 
 
 def key() -> SequenceKey:
@@ -57,7 +59,7 @@ def test_restart_counts_are_reset_by_another_epoch() -> None:
 
 
 def test_restart_counts_are_bounded_evicting_the_first_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(sequence, "MAX_REMEMBERED", 2)
     used, first, second, third = UsedRestartCounts(), key(), key(), key()
     for sequence_key in (first, second, first, third):
         used.record_end(sequence_key, used.first_unused(sequence_key))
@@ -312,6 +314,59 @@ def test_a_client_that_fills_the_queue_waits_for_its_own_requests_and_others_do_
     model.check_all_ended()
 
 
+def begun(model: PipelineModel) -> list[list[int]]:
+    """Numbers of the requests with a chunk in each step that was sent."""
+    return [
+        [int.from_bytes(chunk.sequence.request_id, "big") for chunk in step.chunks]
+        for step in model.sent
+        if step.chunks
+    ]
+
+
+def test_a_shorter_prompt_of_another_client_alternates_with_a_long_one() -> None:
+    model = model_of(max_step_tokens=16)
+    model.submit(range(100, 180), max_tokens=1, client="long")
+    model.submit(range(36), max_tokens=1, client="short")
+    model.drain(max_steps=12)
+    assert begun(model) == [[0], [1], [0], [1], [0], [1, 0], [0], [0]]
+    model.check_all_ended()
+
+
+@pytest.mark.parametrize(
+    ("client", "num_tokens", "priority"),
+    [("long", 8, Priority.NORMAL), ("short", 65, Priority.NORMAL), ("short", 8, Priority.LOW)],
+)
+def test_other_prompts_wait_for_the_end_of_a_long_one(
+    client: str, num_tokens: int, priority: Priority
+) -> None:
+    model = model_of(max_step_tokens=16)
+    model.submit(range(100, 180), max_tokens=1, client="long")
+    model.submit(range(num_tokens), max_tokens=1, client=client, priority=priority)
+    model.drain(max_steps=14)
+    assert begun(model)[:5] == [[0]] * 5
+    model.check_all_ended()
+
+
+def test_a_prompt_is_not_admitted_where_the_rest_of_a_long_one_has_its_blocks() -> None:
+    model = model_of(num_blocks=21, block_size=4, max_step_tokens=16)
+    model.submit(range(100, 180), max_tokens=1, client="long")
+    model.submit(range(8), max_tokens=1, client="short")
+    model.drain(max_steps=12)
+    assert begun(model) == [[0], [0], [0], [0], [0], [1]]
+    model.check_all_ended()
+
+
+def test_many_short_prompts_leave_a_long_one_every_second_step() -> None:
+    model = model_of(max_step_tokens=16)
+    model.submit(range(100, 180), max_tokens=1, client="long")
+    for number in range(8):
+        model.submit(range(200 + 16 * number, 216 + 16 * number), max_tokens=1, client=f"short {number}")
+    model.drain(max_steps=20)
+    firsts = [numbers[0] for numbers in begun(model)]
+    assert [number == 0 for number in firsts[:8]] == [True, False] * 3 + [True, True]
+    model.check_all_ended()
+
+
 def test_the_client_with_the_most_running_is_preempted() -> None:
     model = model_of(num_blocks=6, max_step_tokens=12)
     model.scheduler.end_epoch()
@@ -515,6 +570,20 @@ def test_the_late_token_of_an_earlier_start_is_discarded() -> None:
     assert late.num_restarts == 1
     assert other.state is SequenceState.FINISHED
     model.check_all_ended()
+
+
+def test_the_late_row_of_an_earlier_start_is_not_that_of_this_one() -> None:
+    model = model_of()
+    late = model.submit([1, 2], max_tokens=4)
+    model.late_at = lambda part: True
+    model.run_step()
+    model.scheduler._requeue(late)
+    model.run_step()
+    model.run_step()
+    model.advance(0)
+    model.results[0] = replace(model.results[0], late_rows=(SliceResult(late.key, 0, 9),))
+    model.deliver()
+    assert (late.restart_count, late.num_generated_tokens) == (1, 0)
 
 
 def test_a_cancelled_sequence_asks_for_no_late_token() -> None:

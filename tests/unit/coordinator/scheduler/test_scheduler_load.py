@@ -33,6 +33,8 @@ class Setup:
     other_groups: tuple[KvGroup, ...] = ()
     num_states: int = 0
     grid_tokens: int = 1
+    late_positions: int = 0
+    """Every so many positions the token is late; 0 for never."""
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -44,6 +46,7 @@ class Arrival:
     prompt: tuple[int, ...]
     max_tokens: int
     stop_token_ids: frozenset[int]
+    client: str = ""
 
 
 class Event(Enum):
@@ -76,6 +79,7 @@ def setups(draw: st.DrawFn) -> Setup:
         prefix_caching=draw(st.booleans()),
         window=draw(st.none() | st.integers(1, 3 * block_size + 2)),
         is_timed=draw(st.booleans()),
+        late_positions=draw(st.sampled_from([0, 0, 1, 3])),
     )
 
 
@@ -123,7 +127,7 @@ def arrivals(draw: st.DrawFn, setup: Setup) -> Arrival:
     room = setup.max_sequence_tokens - length
     max_tokens = draw(st.one_of(st.just(1), st.just(min(room, 30)), st.integers(1, min(room, 12))))
     stops = draw(st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=1))
-    return Arrival(prompt, max_tokens, stops)
+    return Arrival(prompt, max_tokens, stops, draw(st.sampled_from(["", "a", "b"])))
 
 
 CALM = [Event.ARRIVE, Event.ADVANCE, Event.DELIVER]
@@ -147,6 +151,8 @@ class Load:
         )
         if setup.is_timed:
             self.model.stage_times = made_up_times
+        if every := setup.late_positions:
+            self.model.late_at = lambda part: (part.first_position + len(part.tokens)) % every == 0
         self.waiting = list(reversed(requests))
         self.setup = setup
         self.num_tokens = sum(len(request.prompt) + request.max_tokens for request in requests)
@@ -178,7 +184,10 @@ class Load:
     def arrive(self) -> None:
         request = self.waiting.pop()
         self.model.submit(
-            request.prompt, max_tokens=request.max_tokens, stop_token_ids=request.stop_token_ids
+            request.prompt,
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.stop_token_ids,
+            client=request.client,
         )
 
     def run_into_an_error(self) -> None:
@@ -194,7 +203,8 @@ class Load:
         if not model.is_serving:
             model.begin_epoch()
         # In the worst case every request is recomputed for every other one, one token at a time.
-        model.drain(max_steps=20 + self.num_tokens * (self.num_requests + 2))
+        most_steps = 20 + self.num_tokens * (self.num_requests + 2)
+        model.drain(max_steps=most_steps * (2 if self.setup.late_positions else 1))
         model.check_all_ended()
 
     @property
