@@ -70,7 +70,7 @@ def _run(groups: list[Group], options: argparse.Namespace) -> int:
     setting = Setting(
         is_quick=options.quick,
         output_directory=LATEST if _is_rows_file(options.output) else options.output,
-        cache_directory=_cache_directory(),
+        cache_directory=cache_directory(),
         say=lambda text: progress.print(f"  {text}", style="dim", highlight=False),
         coordinator_arguments=tuple(shlex.split(options.coordinator)),
         other_engine=OtherEngine(vllm_python=options.vllm_python, openai_url=options.openai_url),
@@ -142,7 +142,7 @@ def _add_flags_of_groups(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "stageline-bench"
 

@@ -1,8 +1,9 @@
-"""The quickstart of docs/hosts.md, word for word: six commands on three hosts, without a shared file."""
+"""The quickstart of docs/hosts.md, word for word, on three hosts without a shared file."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import subprocess
@@ -56,7 +57,7 @@ class Command:
 
     @property
     def is_server(self) -> bool:
-        return self.line.split()[1] in ("coordinator", "worker")
+        return self.line.split()[1] in ("coordinator", "gateway", "worker")
 
 
 def documented() -> list[Command]:
@@ -117,47 +118,78 @@ class Terminals(AsyncExitStack):
             assert "Traceback" not in terminal.text
 
 
-async def test_six_commands_on_three_hosts_end_with_a_story(
+async def test_the_commands_on_three_hosts_end_with_a_story_and_an_answer(
     hosts: dict[str, NamedHost], tmp_path: Path
 ) -> None:
-    *start, ask = documented()
-    assert (len(start), {command.host for command in start}) == (5, set(hosts))
-    head = hosts["head"]
+    commands = documented()
+    assert {command.host for command in commands} == set(hosts)
+    shown: dict[str, str] = {}
     async with Terminals(tmp_path) as terminals:
-        for command in start:
-            if command.is_server:
-                await terminals.serve(hosts[command.host], command.line)
-                continue
-            code, text = await terminals.run(hosts[command.host], command.line)
-            assert code == 0, text
-            if (head.home / TOKEN).exists():
-                for worker in ("gpu-a", "gpu-b"):
-                    shutil.copy2(head.home / TOKEN, hosts[worker].home)
-        await terminals.servers[0].expect("serving: epoch", timeout_s=START_TIMEOUT_S)
-        code, text = await terminals.run(hosts[ask.host], ask.line)
-        assert code == 0, text
-        assert _story(text) == await _story_of_one_host(ask.line, terminals.temporary)
-
+        for command in commands:
+            await _type(command, hosts, terminals, shown)
+        await _check_answers(commands, shown, terminals)
+        await _check_addresses(hosts)
+        head, ask = hosts["head"], _with_word(commands, "generate")
         code, text = await terminals.run(head, re.sub(r"--tls-dir \S+", "", ask.line))
         assert (code == 0, "error[" in text) == (False, True), "no certificate"
-        for host in hosts.values():
-            listening = await _listening(host)
-            assert len(listening) == (3 if host is head else 2)
-            inside = [address for address in listening if address.startswith("127.")]
-            assert inside == (["127.0.0.1:7481"] if host is head else [])
-            await _probe(head, host.name, listening)
+        curl = _with_word(commands, "curl")
+        code, text = await terminals.run(head, curl.line.replace("KEY", "sk-sl-wrong"))
+        assert (code, "invalid_api_key" in text) == (0, True), text
         await terminals.stop()
     keys = [path.read_bytes() for host in hosts.values() for path in host.home.rglob("tls.key")]
-    assert (len(keys), len(set(keys))) == (4, 4), "each made where it is used"
+    assert (len(keys), len(set(keys))) == (6, 6), "each made where it is used"
     for host in hosts.values():
         assert await _pids_on(host) == ""
     assert leftover_files(terminals.temporary) == []
 
 
+async def _type(
+    command: Command, hosts: dict[str, NamedHost], terminals: Terminals, shown: dict[str, str]
+) -> None:
+    """Type a line with the key that a former one printed; `shown` gets what it printed, by its line."""
+    host, line = hosts[command.host], command.line
+    if command.is_server:
+        await terminals.serve(host, line)
+        return
+    if keys := re.findall(r"sk-sl-\S+", " ".join(shown.values())):
+        line = line.replace("KEY", keys[0])
+    code, shown[command.line] = await terminals.run(host, line)
+    assert code == 0, shown[command.line]
+    for worker in ("gpu-a", "gpu-b"):
+        if TOKEN in line:
+            shutil.copy2(hosts["head"].home / TOKEN, hosts[worker].home)
+
+
+def _with_word(commands: list[Command], word: str) -> Command:
+    (command,) = (command for command in commands if word in command.line.split()[:2])
+    return command
+
+
+async def _check_answers(commands: list[Command], shown: dict[str, str], terminals: Terminals) -> None:
+    assert "serving" in shown[_with_word(commands, "status").line]
+    ask = _with_word(commands, "generate").line
+    story = await _story_of_one_host(ask, terminals.temporary)
+    assert _story(shown[ask]) == story
+    answer = shown[_with_word(commands, "curl").line]
+    (body,) = re.findall(r"\{.*\}", answer.replace("\n", ""))
+    text = json.loads(body)["choices"][0]["text"]
+    assert len(text) > 10, answer
+
+
+async def _check_addresses(hosts: dict[str, NamedHost]) -> None:
+    """Coordinator, enrolment, gateway and dashboard on the head; two ports for each worker."""
+    for host in hosts.values():
+        listening = await _listening(host)
+        assert len(listening) == (6 if host.name == "head" else 2), listening
+        inside = [address for address in listening if address.startswith("127.")]
+        assert inside == (["127.0.0.1:7481"] if host.name == "head" else [])
+        await _probe(hosts["head"], host.name, listening)
+
+
 async def _story_of_one_host(line: str, temporary: Path) -> str:
-    """What the same request gets from a cluster of two workers without certificates."""
+    """What the same request gets from a cluster of three workers without certificates."""
     (prompt,) = re.findall(r'"(.*)"', line)
-    up = ("up", "--workers", "2", "--listen", "127.0.0.1:0", "--gateway", "off")
+    up = ("up", "--workers", "3", "--listen", "127.0.0.1:0", "--gateway", "off")
     async with Terminal(*up, temporary=temporary) as terminal:
         match = await terminal.expect(r"Serving at (127\.0\.0\.1:\d+)\.", timeout_s=START_TIMEOUT_S)
         finished = await run_stageline("generate", prompt, "--coordinator", match[1])
@@ -179,7 +211,9 @@ async def _probe(head: NamedHost, name: str, addresses: list[str]) -> None:
     command = head.shell(f"{sys.executable} {program} {' '.join(addresses)}")
     found = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines() == [f"{address} TLSv1.3 {name}" for address in addresses]
+    names = ["api" if address.endswith(":7482") else name for address in addresses]
+    expected = [f"{address} TLSv1.3 {each}" for address, each in zip(addresses, names, strict=True)]
+    assert found.stdout.splitlines() == expected
 
 
 async def _listening(host: NamedHost) -> list[str]:
