@@ -16,7 +16,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CLIENTS := openai node litellm langchain anthropic lm_eval guidellm schemathesis ai_sdk codex claude_code proxy_litellm
+CLIENTS := openai node litellm langchain anthropic lm_eval guidellm schemathesis ai_sdk codex claude_code proxy_litellm llm
 # Packages of npm by client; those of other clients are in tests/clients/environments.
 NPM_node := openai@6.49.0
 NPM_ai_sdk := ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
