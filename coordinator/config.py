@@ -68,6 +68,17 @@ class CoordinatorConfig:
         int,
         _model("--stages", "N", "Stages of the pipeline; as many workers must join", min=1, max=MAX_LAYERS),
     ]
+    max_stages: Annotated[
+        int | None,
+        _model(
+            "--max-stages",
+            "N",
+            "Stages that the pipeline grows to while it serves, one for each worker that joins",
+            unset="--stages: such workers are spares",
+            min=1,
+            max=MAX_LAYERS,
+        ),
+    ] = None
     model: Annotated[
         ModelLocation | None,
         _model(
@@ -494,6 +505,7 @@ class CoordinatorConfig:
             lease_s=self.lease_s,
             recovery_timeout_s=self.recovery_timeout_s,
             drain_timeout_s=self.drain_timeout_s,
+            max_stages=self.max_stages or self.num_stages,
         )
 
     def __post_init__(self) -> None:
@@ -525,6 +537,7 @@ class CoordinatorConfig:
             parse_mock_model(self.mock_model)
             self._check_mock()
         _ = self.recovery_policy
+        self._check_max_stages()
         self._check_layers()
         self._check_step_tokens()
 
@@ -572,7 +585,7 @@ class CoordinatorConfig:
 
     def _check_wire_dtype(self, name: str) -> None:
         wire_dtype = parse_wire_dtype(name)
-        if self.num_stages == 1:
+        if (self.max_stages or self.num_stages) == 1:
             raise ValueError(f"wire_dtype {name} is for hidden states between stages, but there is one stage")
         if self.dtype is not None:
             check_can_carry(wire_dtype, DType.from_name(self.dtype))
@@ -580,6 +593,19 @@ class CoordinatorConfig:
     @property
     def wants_self_check(self) -> bool:
         return self.mock_model is None if self.self_check is None else self.self_check
+
+    def _check_max_stages(self) -> None:
+        if self.max_stages is None:
+            return
+        if self.max_stages < self.num_stages:
+            raise ValueError(
+                f"max_stages is {self.max_stages}, must be at least the {self.num_stages} stages"
+            )
+        if self.layers is not None and self.max_stages > self.num_stages:
+            split = ",".join(map(str, self.layers))
+            raise ValueError(
+                f"layers {split} are for {self.num_stages} stages, but max_stages is {self.max_stages}"
+            )
 
     def _check_layers(self) -> None:
         if self.layers is None:

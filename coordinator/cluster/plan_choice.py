@@ -133,9 +133,11 @@ class PlanChoice:
     ) -> None:
         """`make_plan` receives workers in stage order and may raise PlanImpossible.
 
-        `order` puts the workers of a plan without kept places into stage order.
+        `order` puts the workers of a plan without kept places into stage order. Plans have more than
+        `num_stages` stages if there are more workers, up to the policy's `max_stages`.
         """
-        self._num_stages = num_stages
+        self.num_stages = num_stages
+        self.max_stages = max(num_stages, policy.max_stages)
         self._policy = policy
         self._make_plan, self._order = make_plan, order
         self._refusals = PlanRefusals()
@@ -143,8 +145,9 @@ class PlanChoice:
         self._good_template: Plan | None = None
 
     def keep_places(self, plan: Plan) -> None:
-        """Keep the places of this plan for later plans, if it has all stages."""
-        if len(plan.stages) == self._num_stages:
+        """Keep the places of this plan for later plans, if it has all stages; a larger one has more."""
+        self.num_stages = max(self.num_stages, len(plan.stages))
+        if len(plan.stages) == self.num_stages:
             self._template = plan
 
     def forget_places(self) -> None:
@@ -160,12 +163,12 @@ class PlanChoice:
         plan may have fewer stages if necessary. Raises TooFewWorkers or PlanImpossible.
         """
         usable = [record for record in members if record.is_usable or (uses_held and record.is_held)]
-        if not usable or (len(usable) < self._num_stages and not may_shrink):
-            joined = f"{len(usable)} of {self._num_stages} workers joined"
+        if not usable or (len(usable) < self.num_stages and not may_shrink):
+            joined = f"{len(usable)} of {self.num_stages} workers joined"
             raise TooFewWorkers(f"{joined}{self._missing_layers(usable)}{members.quarantine_text}")
-        max_stages = min(len(usable), self._num_stages)
+        min_stages, max_stages = 1 if may_shrink else self.num_stages, min(len(usable), self.max_stages)
         problem: PlanImpossible | None = None
-        for num_stages in range(max_stages, 0, -1) if may_shrink else (max_stages,):
+        for num_stages in range(max_stages, min_stages - 1, -1):
             for chosen in self._choices(usable, num_stages):
                 try:
                     plan = self._make_plan(list(map(_capacity, chosen)))
@@ -178,7 +181,7 @@ class PlanChoice:
     def _missing_layers(self, usable: list[WorkerRecord]) -> str:
         """Describe the layers of missing workers, assuming that these have unlimited memory."""
         places = self._places(usable)
-        places += [None] * (self._num_stages - len(places))
+        places += [None] * (self.num_stages - len(places))
         kind = usable[0].identity.device_kind if usable else DeviceKind.HOST
         capacities = [
             _placeholder(place, kind) if record is None else _capacity(record)

@@ -77,8 +77,9 @@ class EpochReadiness:
 class ClusterState:
     """State machine of the cluster. Its owner passes it events and carries out the returned actions in order.
 
-    Until the cluster has served or a worker has drained, a plan has `num_stages` stages. Later plans have
-    fewer stages while there are fewer workers.
+    Until the cluster has served or a worker has drained, a plan has at least `num_stages` stages. Later plans
+    have fewer stages while there are fewer workers. More workers are more stages, up to the policy's
+    `max_stages`.
     """
 
     def __init__(
@@ -101,7 +102,6 @@ class ClusterState:
             needs_check: plans serve only after a self-check.
             order: of workers, by default by name; the first plan waits until they have measured links.
         """
-        self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
         self.detail = f"0 of {num_stages} workers joined"
         self._reason = ""  # for which the last plan ended, as part of `detail`
@@ -121,6 +121,11 @@ class ClusterState:
         self._plan_id = 0
         self._readiness = EpochReadiness()
         self._failures = FailureCounters(policy)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of a complete plan: as configured, or of the largest plan so far."""
+        return self._choice.num_stages
 
     @property
     def stage_workers(self) -> tuple[WorkerRecord, ...]:
@@ -493,7 +498,7 @@ class ClusterState:
             reason = f"worker {record.identity.name} is drained"
             if record.is_draining and (actions := self._replan(reason)):
                 return actions
-        if len(self.plan.stages) == self.num_stages:
+        if len(self.plan.stages) == self._choice.max_stages:
             return []
         try:
             plan = self._new_plan(may_shrink=True)

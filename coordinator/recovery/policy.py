@@ -60,7 +60,10 @@ class RecoveryPolicy:
     max_epoch_delay_s: float = 2.0
     """Maximum pause before an epoch: bounds the wait after the cause is gone."""
 
-    # Lost and failing workers
+    # Joining, lost and failing workers
+
+    max_stages: int = 1
+    """Number of stages up to which each worker that joins adds one; without effect below the configured."""
 
     rejoin_grace_s: float = 0.5
     """Time for a lost worker to rejoin before its layers move to others. Enough for a broken connection; a

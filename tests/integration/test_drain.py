@@ -59,6 +59,21 @@ async def start_spare(cluster: Cluster) -> str:
     return name
 
 
+# Growth
+
+
+async def test_a_worker_that_joins_becomes_a_stage_and_no_request_fails() -> None:
+    async with mock_cluster(2, policy=replace(TEST_POLICY, max_stages=3)) as cluster:
+        async with cluster.generating(mixed_cases(16, max_tokens=120)) as answers:
+            await until(lambda: has_tokens(answers, 3))
+            await cluster.start_worker("w2")
+            status = await cluster.wait_status(lambda status: len(places(status)) == 3)
+            assert status.num_stages == 3
+        check(answers)
+        status = await cluster.wait_drained()
+        assert (places(status), status.requests.finished) == (["w0", "w1", "w2"], 16)
+
+
 # Drain
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from checkpoint import DType
 from coordinator.cluster.actions import Action
@@ -83,12 +84,13 @@ class ClusterDriver:
         has_served: bool = False,
         last_epoch: int = 0,
         orders_by_links: bool = False,
+        max_stages: int = 1,
     ) -> None:
         self.needed_bytes = needed_bytes
         self.state = ClusterState(
             num_stages=num_stages,
             make_plan=lambda workers: plan_of(workers, needed_bytes=needed_bytes),
-            policy=DEFAULT_POLICY,
+            policy=replace(DEFAULT_POLICY, max_stages=max_stages),
             needs_check=needs_check,
             has_served=has_served,
             last_epoch=last_epoch,

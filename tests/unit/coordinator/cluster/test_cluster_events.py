@@ -34,11 +34,15 @@ class ClusterEvents(RuleBasedStateMachine):
     """Workers that join, load, fail and leave at random, and a check of every decision."""
 
     @initialize(
-        num_stages=st.integers(1, 4), needed_bytes=st.sampled_from([0, 0, 250]), num_joined=st.integers(0, 4)
+        num_stages=st.integers(1, 4),
+        max_stages=st.integers(1, 6),
+        needed_bytes=st.sampled_from([0, 0, 250]),
+        num_joined=st.integers(0, 4),
     )
-    def start(self, num_stages: int, needed_bytes: int, num_joined: int) -> None:
-        self.cluster = ClusterDriver(num_stages=num_stages, needed_bytes=needed_bytes)
+    def start(self, num_stages: int, max_stages: int, needed_bytes: int, num_joined: int) -> None:
+        self.cluster = ClusterDriver(num_stages=num_stages, max_stages=max_stages, needed_bytes=needed_bytes)
         self.state = self.cluster.state
+        self.most_stages = max(num_stages, max_stages)
         self.epochs: list[int] = []
         self.in_force: int | None = None
         self.served: set[int] = set()
@@ -251,7 +255,7 @@ class ClusterEvents(RuleBasedStateMachine):
     def the_plan_is_no_longer_than_asked_for_and_everybody_of_it_is_live(self) -> None:
         assert all(worker.is_live for worker in self.state.stage_workers)
         if self.state.plan is not None:
-            assert 1 <= len(self.state.stage_workers) <= self.state.num_stages
+            assert 1 <= len(self.state.stage_workers) <= self.state.num_stages <= self.most_stages
 
     @invariant()
     def a_plan_is_there_unless_workers_are_missing(self) -> None:
@@ -274,7 +278,7 @@ class ClusterEvents(RuleBasedStateMachine):
         """Memory is not a limit here."""
         state = self.state
         if state.plan is not None and self.cluster.needed_bytes == 0:
-            assert len(state.plan.stages) >= min(state.num_stages, len(self.usable))
+            assert len(state.plan.stages) >= min(self.most_stages, len(self.usable))
 
     @invariant()
     def each_worker_has_one_place(self) -> None:

@@ -97,6 +97,41 @@ def test_a_spare_beyond_the_full_size_changes_no_plan() -> None:
     assert cluster.stage_names == ["a", "b"]
 
 
+def test_a_spare_becomes_a_stage_while_the_pipeline_may_grow() -> None:
+    cluster = ClusterDriver(num_stages=2, max_stages=3).serving()
+    assert cluster.state.num_stages == 2
+    actions = cluster.join("0")
+    assert kinds(actions) == [StopServing] + [AssignStage] * 3
+    assert actions[0] == StopServing(1, "3 workers instead of 2", EndCause.REPLANNED)
+    assert cluster.stage_names == ["a", "b", "0"], "the others keep their places"
+    assert cluster.state.num_stages == 3
+    assert cluster.join("z") == [], "the fourth is a spare"
+
+
+def test_a_pipeline_that_grew_is_complete_only_with_all_its_stages() -> None:
+    cluster = ClusterDriver(num_stages=2, max_stages=3).serving()
+    cluster.join("c")
+    cluster.load_all()
+    cluster.get_ready()
+    assert cluster.state.detail == ""
+    assert cluster.lose("a")[-1] == WAITS_FOR_RETURN
+    cluster.shrink()
+    cluster.load_all()
+    cluster.get_ready()
+    assert cluster.state.detail.startswith("with 2 of 3 stages")
+    cluster.join("a", incarnation=2)
+    assert cluster.stage_names == ["a", "b", "c"]
+
+
+def test_a_pipeline_begins_with_all_that_have_joined() -> None:
+    cluster = ClusterDriver(num_stages=2, max_stages=4)
+    cluster.join("a")
+    assert cluster.state.plan is None, "it does not begin with less than its stages"
+    cluster.join_all("b", "c")
+    assert cluster.stage_names == ["a", "b", "c"]
+    assert cluster.state.phase is ClusterPhase.LOADING
+
+
 def test_no_cluster_begins_with_less_than_all() -> None:
     cluster = ClusterDriver(num_stages=2)
     cluster.join("a")

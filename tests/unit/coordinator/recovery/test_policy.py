@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from coordinator.config import CoordinatorConfig
 from coordinator.recovery.policy import RecoveryPolicy
 
 FIELDS = ["heartbeat_interval_s", "lease_s", "epoch_timeout_s", "recovery_timeout_s"]
@@ -27,3 +28,9 @@ def test_a_lease_shorter_than_two_heartbeats_is_rejected_with_both() -> None:
     RecoveryPolicy(heartbeat_interval_s=0.5, lease_s=1.0)
     with pytest.raises(ValueError, match=r"lease of 0\.9 s is less than two heartbeats of 0\.5 s"):
         RecoveryPolicy(heartbeat_interval_s=0.5, lease_s=0.9)
+
+
+@pytest.mark.parametrize(("max_stages", "expected"), [(None, 2), (2, 2), (5, 5)])
+def test_the_flag_decides_how_far_the_pipeline_grows(max_stages: int | None, expected: int) -> None:
+    config = CoordinatorConfig(num_stages=2, max_stages=max_stages)
+    assert config.recovery_policy.max_stages == expected
