@@ -73,7 +73,7 @@ class CoordinatorConfig:
         _model(
             "--max-stages",
             "N",
-            "Stages that the pipeline grows to while it serves, one for each worker that joins",
+            "Stages that the pipeline grows to while it serves, by one for each worker that joins",
             unset="--stages: such workers are spares",
             min=1,
             max=MAX_LAYERS,
@@ -505,7 +505,7 @@ class CoordinatorConfig:
             lease_s=self.lease_s,
             recovery_timeout_s=self.recovery_timeout_s,
             drain_timeout_s=self.drain_timeout_s,
-            max_stages=self.max_stages or self.num_stages,
+            max_stages=self.most_stages,
         )
 
     def __post_init__(self) -> None:
@@ -523,8 +523,9 @@ class CoordinatorConfig:
         if self.wire_dtype is not None:
             self._check_wire_dtype(self.wire_dtype)
         if self.implementation not in IMPLEMENTATIONS:
-            legal = ", ".join(IMPLEMENTATIONS)
-            raise ValueError(f"--implementation {self.implementation!r} is not one of {legal}")
+            raise ValueError(
+                f"--implementation {self.implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}"
+            )
         if self.quantize is not None:
             WeightFormat.from_name(self.quantize)
         if self.kv_dtype is not None:
@@ -537,24 +538,23 @@ class CoordinatorConfig:
             parse_mock_model(self.mock_model)
             self._check_mock()
         _ = self.recovery_policy
-        self._check_max_stages()
         self._check_layers()
         self._check_step_tokens()
 
     def _check_mock(self) -> None:
         """Refuse what a mock model has no weights for."""
-        if self.self_check:
-            raise ValueError("--self-check needs weights: it cannot be used with --mock-model")
         if self.model is not None:
             raise ValueError("--mock-model replaces the model: it cannot be used with --model")
-        if self.weights_manifest is not None:
-            raise ValueError("--weights-manifest needs weights: it cannot be used with --mock-model")
-        if self.quantize is not None:
-            raise ValueError("--quantize needs weights: it cannot be used with --mock-model")
-        if self.implementation != AUTO:
-            raise ValueError("--implementation needs weights: it cannot be used with --mock-model")
-        if self.kv_dtype is not None:
-            raise ValueError("--kv-dtype needs keys and values: it cannot be used with --mock-model")
+        needs = {
+            "--self-check needs weights": self.self_check,
+            "--weights-manifest needs weights": self.weights_manifest,
+            "--quantize needs weights": self.quantize,
+            "--implementation needs weights": self.implementation != AUTO,
+            "--kv-dtype needs keys and values": self.kv_dtype,
+        }
+        for need, value in needs.items():
+            if value:
+                raise ValueError(f"{need}: it cannot be used with --mock-model")
 
     @property
     def needs_login(self) -> bool:
@@ -585,7 +585,7 @@ class CoordinatorConfig:
 
     def _check_wire_dtype(self, name: str) -> None:
         wire_dtype = parse_wire_dtype(name)
-        if (self.max_stages or self.num_stages) == 1:
+        if self.most_stages == 1:
             raise ValueError(f"wire_dtype {name} is for hidden states between stages, but there is one stage")
         if self.dtype is not None:
             check_can_carry(wire_dtype, DType.from_name(self.dtype))
@@ -594,25 +594,19 @@ class CoordinatorConfig:
     def wants_self_check(self) -> bool:
         return self.mock_model is None if self.self_check is None else self.self_check
 
-    def _check_max_stages(self) -> None:
-        if self.max_stages is None:
-            return
-        if self.max_stages < self.num_stages:
-            raise ValueError(
-                f"max_stages is {self.max_stages}, must be at least the {self.num_stages} stages"
-            )
-        if self.layers is not None and self.max_stages > self.num_stages:
-            split = ",".join(map(str, self.layers))
-            raise ValueError(
-                f"layers {split} are for {self.num_stages} stages, but max_stages is {self.max_stages}"
-            )
+    @property
+    def most_stages(self) -> int:
+        """Stages to which the pipeline may grow."""
+        return self.max_stages or self.num_stages
 
     def _check_layers(self) -> None:
+        if self.most_stages < self.num_stages:
+            raise ValueError(f"max_stages {self.max_stages} is less than stages, {self.num_stages}")
         if self.layers is None:
             return
         split = ",".join(map(str, self.layers))
-        if len(self.layers) != self.num_stages:
-            counts = f"are for {len(self.layers)} stages, but there are {self.num_stages}"
+        if len(self.layers) != self.most_stages:
+            counts = f"are for {len(self.layers)} stages, but there are {self.most_stages}"
             raise ValueError(f"layers {split} {counts}: give one number for each stage")
         if min(self.layers) < 1:
             raise ValueError(f"layers {split} leave a stage without layers")

@@ -511,7 +511,7 @@ def check_counts(config: CoordinatorConfig, model: ServedModel) -> None:
     _max_sequence_tokens(config, model)
     validate_counts(
         model.config,
-        [WorkerCapacity(name=f"stage {stage}", memory_bytes=1) for stage in range(config.num_stages)],
+        [WorkerCapacity(name=f"stage {stage}", memory_bytes=1) for stage in range(config.most_stages)],
         block_size=config.block_size,
         layers=config.layers,
         max_kv_tokens=config.max_kv_tokens,
@@ -550,7 +550,7 @@ def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[Wo
         workers,
         limits=limits,
         block_size=config.block_size,
-        layers=config.layers if len(workers) == config.num_stages else None,
+        layers=config.layers if len(workers) == config.most_stages else None,
         max_kv_tokens=config.max_kv_tokens,
         kv_dtype=model.kv_dtype,
         wire_dtype=model.wire_dtype,

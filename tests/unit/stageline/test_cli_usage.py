@@ -94,11 +94,8 @@ from wire.transport import TransportSettings
         ("coordinator --stages 2 --layers 3,a", "--layers '3,a' is not a list of numbers"),
         ("coordinator --stages 2 --layers 3,4,5", "layers 3,4,5 are for 3 stages, but there are 2"),
         ("coordinator --stages 2 --layers 3,0", "layers 3,0 leave a stage without layers"),
-        ("coordinator --stages 3 --max-stages 2", "max_stages is 2, must be at least the 3 stages"),
-        (
-            "coordinator --stages 2 --max-stages 3 --layers 3,3",
-            "layers 3,3 are for 2 stages, but max_stages is 3",
-        ),
+        ("coordinator --stages 3 --max-stages 2", "max_stages 2 is less than stages, 3"),
+        ("coordinator --stages 2 --max-stages 3 --layers 3,3", "are for 2 stages, but there are 3"),
         ("coordinator --stages 1000000", "--stages is 1000000, must be in [1, 4096]"),
         ("coordinator --stages 1 --heartbeat nan", "--heartbeat is nan, must be in (0, inf)"),
         ("coordinator --stages 1 --reattach-timeout inf", "--reattach-timeout is inf, must be in (0, inf)"),
