@@ -1,6 +1,6 @@
 """Draws a run in which a worker is killed while requests decode.
 
-    python -m bench.kill [--output docs/images/kill.svg] [--requests 6]
+    python -m bench.kill [--output docs/images/kill.svg] [--requests 3]
 
 Three workers of one thread each serve the 88 M model, with prompts of 128 tokens; no worker is a spare.
 Prints the longest pause of each request.
@@ -25,13 +25,15 @@ from bench.harness.running import running_streams
 from bench.harness.step_log import LoggedStep
 from bench.harness.streams import Stream
 from bench.harness.timeline import timeline
-from coordinator.recovery.policy import RecoveryPolicy
+from coordinator.recovery.policy import DEFAULT_POLICY as POLICY
+from deploy import ClusterFailed
 from stageline_rpc.v1 import cluster_pb2
 
 NUM_WORKERS = 3
 KILLED = "worker-1"
-BEFORE_S, AFTER_S = 0.6, 1.9
-SETTLED_TOKENS = 50
+BEFORE_S, AFTER_S = 0.6, 0.5
+"""Drawn before the kill, and after every request has gone on."""
+SETTLED_TOKENS, RESUMED_TOKENS = 50, 5
 MAX_TOKENS = 2000
 """More than the run needs."""
 
@@ -53,7 +55,7 @@ class Stages:
 
 
 async def measure(setting: Setting, num_requests: int) -> tuple[KillRun, list[Stream]]:
-    """Kill the middle stage, and look on until tokens have arrived for a while again.
+    """Kill the middle stage, and wait until every request has gone on.
 
     Raises NotMeasured if a stream ends, or if the steps are not of the two plans.
     """
@@ -70,23 +72,34 @@ async def measure(setting: Setting, num_requests: int) -> tuple[KillRun, list[St
             killed_s = time.monotonic()
             cluster.processes.kill(KILLED)
             await cluster.processes.next_exit()
-            await running.go_on_for(AFTER_S + 0.3)
+            await running.go_on_for(POLICY.rejoin_grace_s)
+            paused = [len(stream.arrivals_s) for stream in running.streams]
+            await running.until(
+                lambda streams: all(
+                    len(stream.arrivals_s) >= count + RESUMED_TOKENS
+                    for stream, count in zip(streams, paused, strict=True)
+                )
+            )
+            end_s = time.monotonic() + AFTER_S
+            await running.go_on_for(AFTER_S)
             streams = running.streams
         after = Stages.of(await cluster.status())
-        return _run(cluster, streams, before, after, killed_s), streams
+        return _run(cluster, streams, (before, after), killed_s, end_s), streams
 
 
 def _run(
-    cluster: BenchCluster, streams: list[Stream], before: Stages, after: Stages, killed_s: float
+    cluster: BenchCluster, streams: list[Stream], plans: tuple[Stages, Stages], killed_s: float, end_s: float
 ) -> KillRun:
-    begin_s, end_s = killed_s - BEFORE_S, killed_s + AFTER_S
+    """The run from `BEFORE_S` before the kill to `end_s`; `plans` are those before and after it."""
+    begin_s = killed_s - BEFORE_S
+    before, after = plans
     steps = [step for step in cluster.steps() if step.result_s >= begin_s and step.sent_s <= end_s]
     epochs = sorted({step.epoch for step in steps})
     if len(epochs) != 2:
         raise NotMeasured(f"steps of epochs {epochs}, not of one before and one after the kill")
     drawn = [
         bar
-        for epoch, stages in zip(epochs, (before, after), strict=True)
+        for epoch, stages in zip(epochs, plans, strict=True)
         for bar in _bars([step for step in steps if step.epoch == epoch], stages, begin_s, end_s)
     ]
     longest = max(streams, key=_pause_s)
@@ -100,7 +113,7 @@ def _run(
         tokens_s=tuple(arrival_s - begin_s for arrival_s in arrivals_s),
         layers={name: (text, after.layers.get(name, "")) for name, text in before.layers.items()},
         num_requests=len(streams),
-        rejoin_s=RecoveryPolicy().rejoin_grace_s,
+        rejoin_s=POLICY.rejoin_grace_s,
     )
 
 
@@ -118,12 +131,16 @@ def _bars(steps: list[LoggedStep], stages: Stages, begin_s: float, end_s: float)
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("docs/images/kill.svg"))
-    parser.add_argument("--requests", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=3)
     given = parser.parse_args(arguments)
     setting = Setting(
         is_quick=False, output_directory=given.output.parent, cache_directory=cache_directory(), say=print
     )
-    run, streams = asyncio.run(measure(setting, given.requests))
+    try:
+        run, streams = asyncio.run(measure(setting, given.requests))
+    except (NotMeasured, ClusterFailed) as error:
+        print(f"bench.kill: error: {error}", file=sys.stderr)
+        return 1
     given.output.write_text(draw(run))
     pauses = ", ".join(f"{_pause_s(stream):.2f}" for stream in streams)
     print(f"pauses of {len(streams)} requests: {pauses} s")
