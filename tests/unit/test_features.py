@@ -153,13 +153,18 @@ README_CLAIMS: dict[str, Row] = {
 }
 """Bullets, by their beginning."""
 README_BLOCKS: dict[str, Row] = {
-    "  clients <--gRPC--> coordinator": (_UP, '("FIRST", "worker-0"), ("MIDDLE", "worker-1")'),
+    "  gateway <--gRPC--> coordinator": (_UP, '("FIRST", "worker-0"), ("MIDDLE", "worker-1")'),
     "make demo": ("unit/test_features.py", "(BIN)/stageline demo"),
     "Starting a coordinator, 3 stage workers and a gateway": (_UP, 'Terminal("demo"', "first token after"),
     "from openai import OpenAI": ("clients/test_openai.py", "README.md"),
-    "$ .venv/bin/stageline up --workers 3": (_UP, 'Terminal("up", "--workers", "3"', '"Once upon a time"'),
-    "stageline coordinator --model /models/m": (_BY_HAND, "shell.coordinator(", "--model", "--stages"),
-    "stageline worker --coordinator head:7480": (_USAGE, '"worker --coordinator head:7480 --device cuda'),
+    "stageline up --model hf://ORG/NAME": ("integration/test_remote_weights.py", 'cluster_of("hf://'),
+    "$ stageline up --workers 3": (_UP, 'Terminal("up", "--workers", "3"', '"Once upon a time"'),
+    "head$  stageline coordinator --model /models/m": (
+        _BY_HAND,
+        "shell.coordinator(",
+        "--model",
+        "--stages",
+    ),
     "import asyncio": ("unit/stageline/test_cli_client.py", "README.md"),
 }
 """Code blocks, by the beginning of their first line."""
@@ -167,6 +172,7 @@ PAGES: dict[str, Row] = {
     "architecture": ("unit/test_documents.py", "ARCHITECTURE"),
     "batch": ("unit/stageline/test_cli_batch.py", "process.kill()"),
     "benchmarking": (_LOAD, "--slo-e2e", "--plot"),
+    "clients": ("clients/test_llm.py", "clients.md"),
     "dashboard": ("integration/test_dashboard_page.py", "keyboard"),
     "gateway": (_GATEWAY, '"/v1/completions"', "usage"),
     "health": ("e2e/test_health_ports.py", "--health-listen"),
@@ -300,7 +306,10 @@ def test_every_part_of_the_readme_is_driven() -> None:
 
 
 def test_every_page_about_features_is_driven() -> None:
-    assert set(PAGES) == {page.stem for page in (REPOSITORY / "docs").glob("*.md")} - {"limitations"}
+    assert set(PAGES) == {page.stem for page in (REPOSITORY / "docs").glob("*.md")} - {
+        "limitations",
+        "README",
+    }
     assert _missing(PAGES) == []
 
 
