@@ -11,10 +11,10 @@ import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from text.jinja_template import render_template, select_template
+from text.tokenizer_json import Templates
 
 PARTS_BETWEEN = "\n"
 """Between the parts of a content that is rendered as a string."""
@@ -72,10 +72,19 @@ class TemplateOptions:
 DEFAULT_OPTIONS = TemplateOptions()
 
 
+class TemplateSource(Protocol):
+    """A tokenizer's templates, and the special tokens that they print."""
+
+    @property
+    def chat_template(self) -> Templates: ...
+    @property
+    def special_tokens_map(self) -> Mapping[str, str]: ...
+
+
 class ChatTemplate:
     """The chat template of a tokenizer, or another one in its place. Runs in Jinja's sandbox."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: TemplateSource) -> None:
         self._tokenizer = tokenizer
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
@@ -104,8 +113,8 @@ class ChatTemplate:
     ) -> list[Message]:
         """Rename OpenAI's newer name of "system" for templates that do not know it."""
         try:
-            template: object = self._tokenizer.get_chat_template(options.template, _tools(options))
-        except Exception as error:  # several named templates, and none of them is the default
+            template: object = _select(self._tokenizer, options)
+        except ValueError as error:
             raise BadConversation(f"the tokenizer has no default chat template: {error}") from error
         if not isinstance(template, str):
             raise BadConversation(f"the chat template is a {type(template).__name__}, must be a text")
@@ -116,14 +125,14 @@ class ChatTemplate:
         return copies
 
 
-def _tools(options: TemplateOptions) -> list[Any] | None:
-    return None if options.tools is None else [dict(tool) for tool in options.tools]
+def _select(tokenizer: TemplateSource, options: TemplateOptions) -> str:
+    return select_template(tokenizer.chat_template, options.template, has_tools=options.tools is not None)
 
 
 class _Rendering:
     """Renders conversations with one template and its options."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions) -> None:
+    def __init__(self, tokenizer: TemplateSource, options: TemplateOptions) -> None:
         self._tokenizer, self._options = tokenizer, options
 
     def render(self, messages: Sequence[Message]) -> str:
@@ -189,19 +198,16 @@ class _Rendering:
     def _apply(self, messages: Sequence[Message]) -> str:
         options = self._options
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=options.template,
+            return render_template(
+                _select(self._tokenizer, options),
+                messages,
+                tools=options.tools,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
-                tools=_tools(options),
-                tokenize=False,
-                **options.variables,
+                variables={**self._tokenizer.special_tokens_map, **options.variables},
             )
         except Exception as error:  # templates are arbitrary code and raise anything
             raise BadConversation(f"the chat template rejects the conversation: {error}") from error
-        assert isinstance(text, str)
-        return text
 
 
 _PROBE = "7305916482"

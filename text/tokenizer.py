@@ -1,11 +1,11 @@
 """Tokenizer and chat template of a checkpoint: text to token ids and back.
 
-transformers is imported only when a tokenizer is loaded. tokenizer.json is loaded through
-PreTrainedTokenizerFast, which uses the file as it is, for two reasons. AutoTokenizer imports torch. And
-AutoTokenizer of transformers 5 uses only the vocabulary for some classes (such as LlamaTokenizer) and applies
-the class's own rules, which gives other ids around leading spaces and special tokens for tokenizers in Llama
-2's format. Without tokenizer.json (a SentencePiece model, or vocab.json and merges.txt), AutoTokenizer
-converts the files, but for tekken.json, see checkpoint/mistral/tokenizer.py.
+tokenizer.json is loaded as it is, by the library tokenizers (text/tokenizer_json.py), for two reasons. It
+needs neither transformers nor torch. And AutoTokenizer of transformers 5 uses only the vocabulary for some
+classes (such as LlamaTokenizer) and applies the class's own rules, which gives other ids around leading
+spaces and special tokens for tokenizers in Llama 2's format. Without tokenizer.json (a SentencePiece model,
+or vocab.json and merges.txt), AutoTokenizer converts the files, but for tekken.json, see
+checkpoint/mistral/tokenizer.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from sys import getsizeof
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from jinja2 import TemplateSyntaxError
+
 from checkpoint.errors import BadConfig, CheckpointError
 from checkpoint.files import check_directory, is_named, read_json_object, read_regular
 from checkpoint.gguf.files import is_gguf
@@ -29,16 +31,23 @@ from checkpoint.gguf.model import gguf_tokenizer_files
 from checkpoint.grammar_tokenizer import MAX_TOKENIZER_BYTES
 from checkpoint.mistral.tokenizer import is_tekken, read_tekken
 from text.chat_template import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
+from text.jinja_template import compile_template
+from text.tokenizer_json import (
+    MORE_TEMPLATES,
+    TEMPLATE_FILE,
+    TOKENIZER_JSON,
+    JsonTokenizer,
+    load_tokenizer_json,
+)
 from wire.tenant_shares import TenantCache
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-TOKENIZER_JSON = "tokenizer.json"
-_MORE_TEMPLATES = "additional_chat_templates"
+    AnyTokenizer: TypeAlias = JsonTokenizer | PreTrainedTokenizerBase
+
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "tiktoken.model", "spiece.model")
-_TEMPLATE_FILE = "chat_template.jinja"
 _PROCESSOR_TEMPLATE = "chat_template.json"
 """A template in the form of processors, of models that were published with images in mind."""
 
@@ -70,7 +79,7 @@ class ChatMessage:
 class TextCodec:
     """Tokenizer and chat template of a checkpoint; safe to share between tasks and threads."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, model_vocab_size: int | None = None) -> None:
+    def __init__(self, tokenizer: AnyTokenizer, *, model_vocab_size: int | None = None) -> None:
         """`model_vocab_size` is the width of the model's logits, often more than the tokenizer's ids."""
         self._tokenizer = tokenizer
         self._vocab_size = max(_num_ids(tokenizer), model_vocab_size or 0)
@@ -95,20 +104,20 @@ class TextCodec:
     @property
     def response_template(self) -> Mapping[str, Any] | None:
         """How transformers parses answers of the model."""
-        template = getattr(self._tokenizer, "response_template", None)
+        template = self._tokenizer.response_template
         return template if isinstance(template, dict) else None
 
     @property
     def special_tokens(self) -> Mapping[str, str | None]:
         """The tokens that begin and end a text and that pad it, by transformers' names."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        return {name: getattr(self._tokenizer, name, None) for name in names}
+        return {name: self._tokenizer.special_tokens_map.get(name) for name in names}
 
     def end_token_ids(self, configured: Sequence[int]) -> tuple[int, ...]:
         """Return the ids that end a text: `configured` ones, and the one that the tokenizer's files name."""
-        token, token_id = self._tokenizer.eos_token, self._tokenizer.eos_token_id
-        is_known = token is not None and self.piece(token_id) == token
-        return tuple(dict.fromkeys([*configured, *([token_id] if is_known else [])]))
+        token = self._tokenizer.special_tokens_map.get("eos_token")
+        token_id = None if token is None else self._tokenizer.get_vocab().get(token)
+        return tuple(dict.fromkeys([*configured, *([] if token_id is None else [token_id])]))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`, with the special tokens (such as BOS) that the post-processor adds.
@@ -148,16 +157,10 @@ class TextCodec:
 
     def check_template(self, template: str) -> None:
         """Raises TokenizerError with the line for a chat template that Jinja cannot parse."""
-        from jinja2 import TemplateSyntaxError
-
         try:
-            self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": ""}], chat_template=template, tokenize=False
-            )
+            compile_template(template)
         except TemplateSyntaxError as error:
             raise TokenizerError(f"line {error.lineno}: {error.message}") from None
-        except Exception:
-            return  # it was parsed, and rejects this conversation
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode `token_ids`. Raises UnknownToken."""
@@ -168,6 +171,7 @@ class TextCodec:
         """`decode` without the check of the ids."""
         if self._plain_backend is not None:
             return self._plain_backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        assert not isinstance(self._tokenizer, JsonTokenizer)
         text = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -217,12 +221,8 @@ class TextCodec:
 
     @cached_property
     def _plain_backend(self) -> Tokenizer | None:
-        """The Rust tokenizer, if the class decodes with it alone: the layers above it take 1.6 of 2.3 us."""
-        decode = getattr(type(self._tokenizer), "_decode", None)
-        if getattr(decode, "__module__", "") != "transformers.tokenization_utils_tokenizers":
-            return None
-        backend: Tokenizer = self._tokenizer.backend_tokenizer
-        return backend
+        """The Rust tokenizer, if the class decodes with it alone."""
+        return _backend(self._tokenizer, "_decode")
 
     @cached_property
     def _chat_template(self) -> ChatTemplate:
@@ -253,9 +253,7 @@ class PromptTokens:
     the tenant with the most makes room.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, max_cached_bytes: int = MAX_CACHED_BYTES
-    ) -> None:
+    def __init__(self, tokenizer: AnyTokenizer, *, max_cached_bytes: int = MAX_CACHED_BYTES) -> None:
         self._tokenizer = tokenizer
         self._boundaries = find_boundaries(tokenizer)
         longest_first = sorted(self._boundaries, key=len, reverse=True)
@@ -292,16 +290,13 @@ class PromptTokens:
         return _ids_of(self._tokenizer, text, add_special_tokens=False)
 
 
-def find_boundaries(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def find_boundaries(tokenizer: AnyTokenizer) -> dict[str, int]:
     """Return the special tokens that split each text in which they are written, and their ids.
 
     Empty for tokenizers whose rules are unknown (those in Python) or random (dropout).
     """
-    encode = getattr(type(tokenizer), "_encode_plus", None)
-    if getattr(encode, "__module__", "") != "transformers.tokenization_utils_tokenizers":
-        return {}
-    model = tokenizer.backend_tokenizer.model
-    if getattr(model, "dropout", None) or tokenizer.split_special_tokens:
+    backend = _backend(tokenizer, "_encode_plus")
+    if backend is None or getattr(backend.model, "dropout", None) or tokenizer.split_special_tokens:
         return {}
     added: dict[int, AddedToken] = tokenizer.added_tokens_decoder
     texts = [token.content for token in added.values()]
@@ -326,10 +321,28 @@ def _collide(boundary: str, other: str) -> bool:
     return overlaps or boundary in other
 
 
-def _ids_of(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
+def _backend(tokenizer: AnyTokenizer, method: str) -> Tokenizer | None:
+    """The Rust tokenizer, if `method` of a class of transformers does nothing else."""
+    if isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.backend_tokenizer
+    defined = getattr(type(tokenizer), method, None)
+    if getattr(defined, "__module__", "") != "transformers.tokenization_utils_tokenizers":
+        return None
+    backend: Tokenizer = tokenizer.backend_tokenizer
+    return backend
+
+
+def _ids_of(tokenizer: AnyTokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
     """Raises TokenizerError for files that contradict themselves, where Rust fails or panics."""
+    ids: list[int]
     try:
-        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        if isinstance(tokenizer, JsonTokenizer):  # a batch, which lets other threads run
+            batch = tokenizer.backend_tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            ids = batch[0].ids
+        else:
+            ids = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     except BaseException as error:
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
@@ -358,7 +371,7 @@ def _made_of_tekken(directory: Path) -> dict[str, bytes]:
     """The tokenizer's files, and the chat template beside tekken.json."""
     _check_files(directory)
     files = read_tekken(directory, max_bytes=MAX_TOKENIZER_BYTES)
-    for name in (_TEMPLATE_FILE, _PROCESSOR_TEMPLATE):
+    for name in (TEMPLATE_FILE, _PROCESSOR_TEMPLATE):
         if is_named(template := directory / name):
             files[name] = read_regular(template, max_bytes=MAX_TOKENIZER_BYTES)
     return files
@@ -383,7 +396,7 @@ def _load_directory(directory: Path, model_vocab_size: int | None) -> TextCodec 
         _check_files(directory)
         if has_json:
             _check_merges(directory / TOKENIZER_JSON)
-        tokenizer = _load_json(directory) if has_json else _load_other(directory)
+        tokenizer = load_tokenizer_json(directory) if has_json else _load_other(directory)
         if not tokenizer.chat_template and is_named(template := directory / _PROCESSOR_TEMPLATE):
             tokenizer.chat_template = _read_processor_template(template)
     except BaseException as error:  # the libraries raise anything, down to bare Exception from Rust
@@ -418,23 +431,20 @@ def _problem(error: BaseException) -> str:
 
 
 def _check_files(directory: Path) -> None:
-    for folder in (directory, directory / _MORE_TEMPLATES):
+    for folder in (directory, directory / MORE_TEMPLATES):
         if folder.is_dir():
             check_directory(folder, max_bytes=MAX_TOKENIZER_BYTES)
 
 
-def _load_json(directory: Path) -> PreTrainedTokenizerBase:
-    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
-
-    tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
-        directory, local_files_only=True
-    )
-    return tokenizer
-
-
 def _load_other(directory: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
+    """Raises UnreadableTokenizer without transformers."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise UnreadableTokenizer(
+            "files other than tokenizer.json need transformers: run pip install transformers on this host, "
+            "or make tokenizer.json on another one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        ) from error
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         directory, local_files_only=True, trust_remote_code=False
     )
@@ -455,6 +465,6 @@ def _read_processor_template(path: Path) -> str | dict[str, str]:
     return templates
 
 
-def _num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+def _num_ids(tokenizer: AnyTokenizer) -> int:
     """The largest id plus 1, which exceeds the number of tokens if ids have gaps."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1

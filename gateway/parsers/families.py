@@ -273,8 +273,10 @@ def _template_flaw(response_template: Mapping[str, Any] | None) -> str | None:
     """Return why there is no usable response template."""
     if response_template is None:
         return "the tokenizer has no response template"
-    from gateway.parsers.response_template import check_response_template
-
+    try:
+        from gateway.parsers.response_template import check_response_template
+    except ImportError:
+        return "the tokenizer's response template needs transformers on the gateway's host"
     try:
         check_response_template(response_template)
     except (ValueError, TypeError, AttributeError) as error:
