@@ -1,7 +1,7 @@
 """Errors of a checkpoint directory, all of them ValueErrors."""
 
 TRANSFORMERS_ADVICE = (
-    "families without native layers need transformers on every worker: pip install 'stageline[transformers]'"
+    "families without native layers need transformers on every worker: pip install 'transformers>=5.23,<5.24'"
 )
 """Advice where transformers is missing, or another release than is known."""
 

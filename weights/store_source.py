@@ -33,7 +33,7 @@ class StoreSource(WeightSource):
             from obstore.store import from_url
         except ImportError:
             raise LibraryMissing(
-                f"{location} needs the library obstore: pip install 'stageline[object-stores]'"
+                f"{location} needs the library obstore: pip install 'obstore>=0.8,<1'"
             ) from None
         self.location = location
         self._library = obstore

@@ -23,6 +23,9 @@ from wire.host_memory import available_memory_bytes
 from wire.user_files import find_cache_directory, find_state_directory
 
 LIBRARIES = ("torch", "grpcio", "protobuf", "numpy", "cryptography")
+MISSING = "missing"
+"""Version of a library that is not installed."""
+
 _NVIDIA = Path("/proc/driver/nvidia/version")
 _AMD = Path("/dev/kfd")
 _MODEL_FLAG = "--model"
@@ -35,7 +38,7 @@ def versions_here(stageline: str) -> dict[str, str]:
         try:
             found[library] = metadata.version(library)
         except metadata.PackageNotFoundError:
-            found[library] = "missing"
+            found[library] = MISSING
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from certificates.identity import Role
 from deploy.commands import ProcessCommand
+from deploy.doctor.facts import MISSING
 from deploy.doctor.places import Place
 from deploy.doctor.survey import Survey
 from stage_worker.config import ALL_GPUS, AUTO
@@ -22,12 +23,13 @@ PYTHONS = ("3.11", "3.12", "3.13")
 def problems_of_host(facts: doctor_pb2.HostFacts, commands: Iterable[ProcessCommand] = ()) -> Iterator[str]:
     """What one host lacks for the processes that it will run."""
     at, commands = f"{facts.name}: ", tuple(commands)
-    yield from (f"{at}{problem}" for problem in _versions_here(facts))
-    if facts.device_problem:
+    yield from (f"{at}{problem}" for problem in _versions_here(facts, commands))
+    has_torch = facts.versions.get("torch") != MISSING
+    if facts.device_problem and has_torch:
         yield f"{at}{facts.device_problem}: install the torch build for the driver (docs/hosts.md)"
     for command in commands:
         yield from (f"{at}{problem}" for problem in _of_worker(command, facts))
-    if facts.kernels_problem and _computes_on_cpu(facts, commands):
+    if facts.kernels_problem and has_torch and _computes_on_cpu(facts, commands):
         yield (
             f"{at}{facts.kernels_problem}; stages on CPUs run 1.5 to 3 times slower: install Stageline again "
             "with a C compiler, or choose a CPU with AVX-512 bf16"
@@ -50,20 +52,26 @@ def problems_of_host(facts: doctor_pb2.HostFacts, commands: Iterable[ProcessComm
             yield f"{at}{model.process} has no usable checkpoint: {model.problem}"
 
 
-def _versions_here(facts: doctor_pb2.HostFacts) -> Iterator[str]:
+def _versions_here(facts: doctor_pb2.HostFacts, commands: tuple[ProcessCommand, ...]) -> Iterator[str]:
     python = facts.versions.get("python", "")
     if ".".join(python.split(".")[:2]) not in PYTHONS:
         yield f"Python {python} is not supported: use {PYTHONS[0]} to {PYTHONS[-1]}"
     for library, version in sorted(facts.versions.items()):
-        if version == "missing":
+        if version == MISSING and library != "torch":
             yield f"{library} is not installed: install Stageline again"
+        elif version == MISSING and (not commands or any(map(_computes, commands))):
+            yield "torch is not installed, without which only mock workers run: see docs/installing.md"
+
+
+def _computes(command: ProcessCommand) -> bool:
+    """A worker that is no mock."""
+    return command.role is Role.WORKER and "--mock" not in command.values()
 
 
 def _computes_on_cpu(facts: doctor_pb2.HostFacts, commands: tuple[ProcessCommand, ...]) -> bool:
-    workers = [command for command in commands if command.role is Role.WORKER]
     if not commands:
         return not facts.devices
-    return any(not worker.uses_gpu and "--mock" not in worker.values() for worker in workers)
+    return any(_computes(command) and not command.uses_gpu for command in commands)
 
 
 def _of_worker(command: ProcessCommand, facts: doctor_pb2.HostFacts) -> Iterator[str]:
@@ -126,7 +134,8 @@ def _differences(facts: Mapping[str, doctor_pb2.HostFacts]) -> Iterator[str]:
     for name in names:
         hosts: dict[str, list[str]] = {}
         for host, found in facts.items():
-            hosts.setdefault(found.versions.get(name, "unknown"), []).append(host)
+            if (version := found.versions.get(name, "unknown")) != MISSING:
+                hosts.setdefault(version, []).append(host)
         if len(hosts) > 1:
             shown = "; ".join(f"{version} on {', '.join(found)}" for version, found in hosts.items())
             advice = "install the same on all hosts"

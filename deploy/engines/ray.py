@@ -317,4 +317,4 @@ def _load_ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError:
-        raise ClusterFailed("the engine ray needs Ray on this host: pip install 'stageline[ray]'") from None
+        raise ClusterFailed("the engine ray needs Ray on this host: pip install 'ray>=2.50,<3'") from None

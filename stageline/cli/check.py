@@ -12,6 +12,7 @@ from checkpoint import Checkpoint, UnsupportedModel, stage_weight_bytes
 from checkpoint.errors import TRANSFORMERS_ADVICE
 from checkpoint.implementation import AUTO, Implementation
 from checkpoint.inspection import Inspection, inspect
+from stageline.cli.options import require_torch
 from text.generation_defaults import read_generation_defaults
 from wire.errors import reason_of
 from wire.exit_codes import ExitCode
@@ -46,8 +47,10 @@ def check(directory: Path, *, name: str, as_json: bool) -> int:
 
 
 def _examine(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedModel unless transformers' layers serve it, CommandFailed without torch."""
     from coordinator.model import examine_layers  # loads a tokenizer's libraries
 
+    require_torch(f"the check of {checkpoint.config.model_type!r}, which has no native layers,")
     try:
         examine_layers(checkpoint)
     except ImportError as error:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_type_hints
 
@@ -34,6 +35,16 @@ class CommandFailed(Exception):
     def __init__(self, message: str, *, reason: str, log_lines: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.reason, self.log_lines = reason, log_lines
+
+
+def require_torch(what: str) -> None:
+    """Raises CommandFailed where torch is not installed; does not import it. `what` begins the text."""
+    if find_spec("torch") is None:
+        raise CommandFailed(
+            f"{what} needs torch, which is not installed: install the build for this host's GPUs "
+            "(pytorch.org); coordinators, gateways, clients and mock workers run without it",
+            reason="LIBRARY_MISSING",
+        )
 
 
 def report(message: str, *, reason: str, log_lines: Sequence[str] = ()) -> None:

@@ -15,6 +15,7 @@ from stageline.cli.options import (
     default_token_directory,
     notify_settings,
     read_token,
+    require_torch,
     takes,
     telemetry_settings,
 )
@@ -61,6 +62,8 @@ def worker(context: typer.Context, **flags: Any) -> int:
     if flags["print_config"]:
         print(toml_of(config), end="")
         return 0
+    if config.mock is None:
+        require_torch("a worker")
     if config.device == ALL_GPUS:
         return _worker_per_gpu(config)
     if config.cpu_set is not None:

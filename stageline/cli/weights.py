@@ -18,7 +18,7 @@ import typer
 
 from checkpoint import Checkpoint, CheckpointError, DType, stage_tensor_names
 from checkpoint.headers import read_headers
-from stageline.cli.options import CommandFailed, Json, build_config, option_parser
+from stageline.cli.options import CommandFailed, Json, build_config, option_parser, require_torch
 from weights.cache import MODELS_FOLDER, ModelState, StoredModel, TensorCache, stored_keys, stored_models
 from weights.cached_model import CachedModel, disk_bytes
 from weights.fetching import NO_MANIFEST, TensorFetcher
@@ -155,6 +155,7 @@ def _index_local(directory: Path, dtypes: Sequence[DType] | None) -> Manifest:
 
 
 def _reference(checkpoint: Checkpoint, dtype: DType) -> Reference:
+    require_torch("a reference of the self-check (`--reference none` writes the hashes alone)")
     from stage_worker.assignment import ReferenceRequest  # late: torch takes seconds
     from stage_worker.backends.backend import LoadProgress
     from stage_worker.backends.torch_backend import CPU

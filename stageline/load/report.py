@@ -144,7 +144,7 @@ def check_plot(path: Path) -> None:
         import matplotlib.figure  # noqa: F401 - imported late: it takes a while, and most runs draw nothing
     except ImportError:
         raise ValueError(
-            "a plot needs matplotlib: install it with `pip install 'stageline[bench]'`"
+            "a plot needs matplotlib: install it with `pip install 'matplotlib>=3.10,<4'`"
         ) from None
 
 

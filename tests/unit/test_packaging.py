@@ -44,6 +44,21 @@ def test_the_wheel_takes_the_markers_and_the_stubs_along() -> None:
     assert {"py.typed", "*.pyi"} <= set(data)
 
 
+@pytest.mark.parametrize(
+    ("file", "extra"),
+    [
+        ("checkpoint/errors.py", "transformers"),
+        ("deploy/engines/ray.py", "ray"),
+        ("stageline/load/report.py", "bench"),
+        ("weights/store_source.py", "object-stores"),
+    ],
+)
+def test_an_error_names_the_package_of_an_extra_as_pip_finds_it(file: str, extra: str) -> None:
+    # Stageline is on no index, so that pip finds no 'stageline[ray]'.
+    (requirement,) = PROJECT["project"]["optional-dependencies"][extra]
+    assert f"pip install '{requirement}'" in (REPOSITORY / file).read_text()
+
+
 def test_the_image_is_built_from_every_package() -> None:
     sources = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().split() if line[0] == "!"}
     folders = {folder.relative_to(REPOSITORY).parts[0] for folder in folders_of_packages().values()}

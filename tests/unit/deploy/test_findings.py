@@ -8,7 +8,8 @@ import pytest
 
 from deploy.commands import ProcessCommand, commands, read_cluster_spec
 from deploy.doctor.facts import HeldPorts, host_facts, versions_here
-from deploy.doctor.findings import problems_of_host
+from deploy.doctor.findings import problems_of_host, problems_of_survey
+from deploy.doctor.survey import Survey
 from stageline_rpc.internal.v1 import doctor_pb2
 from tests.ports import unused_address
 from wire.addresses import parse_address
@@ -42,7 +43,11 @@ def workers(tmp_path: Path, *lines: str) -> list[ProcessCommand]:
         ({"versions": {"python": "3.10.2"}}, "gpu-a: Python 3.10.2 is not supported: use 3.11 to 3.13"),
         (
             {"versions": {"python": "3.12.1", "torch": "missing"}},
-            "gpu-a: torch is not installed: install Stageline again",
+            "gpu-a: torch is not installed, without which only mock workers run",
+        ),
+        (
+            {"versions": {"python": "3.12.1", "numpy": "missing"}},
+            "gpu-a: numpy is not installed: install Stageline again",
         ),
         ({"device_problem": "torch 2 does not work with driver 1"}, "gpu-a: torch 2 does not work"),
         ({"max_open_files": 1024}, "gpu-a: a process may open 1024 files, less than 4096: raise"),
@@ -87,6 +92,34 @@ def test_devices_and_memory_of_the_workers_are_compared(tmp_path: Path) -> None:
         "gpu-a: c has no device cuda:3; found: cuda:0",
         "gpu-a: d asks for 65.0 GiB of 64.0 GiB that the host has: lower its memory in the cluster file",
         "gpu-a: f asks for 99.0 GiB of 80.0 GiB that cuda:0 (H100) has: lower its memory in the cluster file",
+    ]
+
+
+def test_torch_is_missing_only_where_a_worker_computes(tmp_path: Path) -> None:
+    without = facts(
+        versions={**versions_here("1"), "torch": "missing"},
+        devices=[],
+        device_problem="torch cannot be loaded",
+        kernels_problem="No module named 'torch'",
+    )
+    planned = workers(tmp_path, "name: a", 'name: b, flags: {mock: "step=1ms"}')
+    by_name = {command.name: command for command in planned}
+    advice = "gpu-a: torch is not installed, without which only mock workers run: see docs/installing.md"
+    assert list(problems_of_host(without, [by_name["a"]])) == [advice]
+    others = [command for command in planned if command.name != "a"]
+    assert len(others) >= 2  # the coordinator, too
+    assert list(problems_of_host(without, others)) == []
+    assert list(problems_of_host(without)) == [advice]
+
+
+def test_a_library_that_a_host_lacks_is_no_other_version(tmp_path: Path) -> None:
+    hosts = {
+        "head": facts(versions={"torch": "missing", "numpy": "2.1"}),
+        "gpu-a": facts(versions={"torch": "2.13.0", "numpy": "2.2"}),
+    }
+    found = problems_of_survey(Survey(facts=hosts, silent={}, measured=()), ())
+    assert [problem for problem in found if "differ" in problem] == [
+        "versions of numpy differ (2.1 on head; 2.2 on gpu-a): install the same on all hosts"
     ]
 
 

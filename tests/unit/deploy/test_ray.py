@@ -109,7 +109,7 @@ def test_what_ray_chooses_is_rejected(text: str, problem: str, tmp_path: Path) -
 def test_a_host_without_ray_is_told_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     importlib.invalidate_caches()
-    with pytest.raises(ClusterFailed, match=r"needs Ray on this host: pip install 'stageline\[ray\]'"):
+    with pytest.raises(ClusterFailed, match=r"needs Ray on this host: pip install 'ray>=2.50,<3'"):
         RayCluster(read_cluster_spec(write(tmp_path, LEAST)))
 
 

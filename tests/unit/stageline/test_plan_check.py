@@ -229,4 +229,4 @@ def test_a_missing_transformers_is_one_line_with_advice(
     monkeypatch.setitem(sys.modules, "transformers_stage.probe", None)
     code, told = check(tmp_path, capsys)
     assert (code, told["is_served"]) == (1, False)
-    assert "pip install 'stageline[transformers]'" in told["reasons"][0]["text"]
+    assert "pip install 'transformers>=5.23,<5.24'" in told["reasons"][0]["text"]

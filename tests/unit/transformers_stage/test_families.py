@@ -296,7 +296,7 @@ def test_a_worker_without_transformers_says_what_to_install(
     helium: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers_stage.stage", None)
-    advice = r"need transformers on every worker: pip install 'stageline\[transformers\]'"
+    advice = r"need transformers on every worker: pip install 'transformers>=5\.23,<5\.24'"
     with pytest.raises(StageLoadError, match=advice) as found:
         load(helium, Implementation.TRANSFORMERS)
     assert "\n" not in str(found.value)

@@ -102,5 +102,5 @@ def test_an_endpoint_that_is_no_address_is_named(monkeypatch: pytest.MonkeyPatch
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(LibraryMissing, match=r"pip install 'stageline\[object-stores\]'"):
+    with pytest.raises(LibraryMissing, match=r"pip install 'obstore>=0\.8,<1'"):
         StoreSource(remote_model(MODEL))

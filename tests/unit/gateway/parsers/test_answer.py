@@ -1,6 +1,7 @@
 """Reasoning, response templates, and the choice of parsers."""
 
 import json
+import sys
 
 import pytest
 from hypothesis import given
@@ -192,6 +193,17 @@ def test_auto_says_that_a_response_template_is_invalid_and_takes_a_family() -> N
     assert choice.description.endswith("is invalid: Unsupported response_template version: 7)")
     with pytest.raises(ValueError, match="version: 7: choose another parser"):
         choose_parsers("transformers", "auto", chat_template=None, response_template=flawed)
+
+
+def test_auto_takes_a_family_where_transformers_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "gateway.parsers.response_template", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_parsing", None)
+    choice = choose_parsers("auto", "auto", chat_template="<tool_call>", response_template=TEMPLATE)
+    assert choice.tool_format is not None and choice.tool_format.name == "hermes"
+    advice = "the tokenizer's response template needs transformers on the gateway's host"
+    assert choice.description.endswith(f"({advice})")
+    with pytest.raises(ValueError, match=f"{advice}: choose another parser than 'transformers'"):
+        choose_parsers("transformers", "auto", chat_template=None, response_template=TEMPLATE)
 
 
 def test_unknown_names_are_rejected_with_the_known_ones() -> None:
