@@ -1,4 +1,5 @@
-# `make demo` and `make test` need nothing but Python 3.11 to 3.13: they make .venv and install into it first.
+# `make demo` and `make test` need nothing but Python 3.11 to 3.13: they make .venv and install into it first,
+# `make demo` without development tools.
 # Tests come in tiers: test, test-full, test-chaos, test-bench, test-kernels, test-clients, test-deploy and nightly; a test without a marker is in `make test`.
 # Another Python: make demo PYTHON=python3.12. Figures of one group: make bench BENCH=decode
 # Unit tests on other versions of Python: make test-pythons PYTHONS="python3.13"
@@ -10,12 +11,15 @@
 # Broken input of every kind: make fuzz SEED=3 CASES=10000
 # Some twenty kernel cases, and compilation for one architecture: make test-kernels CASES=ci
 # Some clients of other projects only: make test-clients CLIENTS="openai node"
+# A wheel for every machine and Python, without the C kernels of workers on CPUs: make wheel KERNELS=off
+# Wheels on several versions of Python: make test-wheel PYTHONS="python3.12 python3.13"
 # Engines that run clusters, where a missing program fails instead of skipping: make test-deploy STRICT=1
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+RUNTIME := $(VENV)/.installed-runtime
 CLIENTS := openai node litellm langchain anthropic lm_eval guidellm schemathesis ai_sdk codex claude_code proxy_litellm llm
 # Packages of npm by client; those of other clients are in tests/clients/environments.
 NPM_node := openai@6.49.0
@@ -29,6 +33,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 TORCH := $(shell grep '^torch==' constraints.txt)
 # For builds of torch that bring none.
 TRITON := triton==3.8.0
+KERNELS ?= on
 SECONDS ?= 600
 MINUTES ?= 30
 CASES ?= 100000
@@ -50,11 +55,12 @@ BUF := $(VENV)/buf-$(BUF_VERSION)/node_modules/.bin/buf
 # The public protocol as it was last accepted.
 PUBLIC := proto/public.binpb
 BUILD_PUBLIC := $(BUF) build proto --path proto/stageline_rpc/v1 --exclude-source-info -o
+SOURCES_OF_INSTALL := pyproject.toml setup.py constraints.txt stage_worker/model/_cpu_kernels.c
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto proto/stageline_rpc/internal/v1/*.proto)
 
-.PHONY: demo test test-unit test-pythons test-full test-chaos test-bench test-gpu test-kernels test-models test-clients test-deploy test-chart deploy-packages nightly lint lint-proto proto proto-accept bench chaos churn fuzz venv clean
+.PHONY: demo test test-unit test-pythons test-full test-chaos test-bench test-gpu test-kernels test-models test-clients test-deploy test-wheel test-chart deploy-packages nightly lint lint-proto proto proto-accept bench chaos churn fuzz runtime venv wheel clean
 
-demo: venv
+demo: runtime
 	@$(BIN)/stageline demo
 
 test: venv
@@ -103,6 +109,10 @@ test-clients: venv $(CLIENTS:%=$(VENV)/clients-%/.installed)
 test-deploy: venv $(DEPLOY_TOOLS) $(VENV)/.installed-ray
 	@STRICT=$(STRICT) $(PYTEST) $(LONG) -m deploy tests/deploy
 
+# What of test-deploy needs no engine: wheels in empty environments, with and without torch, 3 minutes per Python.
+test-wheel: venv
+	@STRICT=$(STRICT) STAGELINE_WHEEL_PYTHONS="$(PYTHON) $(PYTHONS)" $(PYTEST) $(LONG) -m deploy tests/deploy/test_wheel.py
+
 # What of test-deploy every change runs: no processes, 2 minutes.
 test-chart: venv $(VENV)/deploy-kubernetes/.installed
 	@$(PYTEST) $(LONG) tests/deploy/test_kubernetes_chart.py
@@ -134,6 +144,7 @@ lint: venv lint-proto
 	@$(BIN)/vulture
 	@$(BIN)/python tools/house.py --no-trace --check
 	@$(BIN)/python tools/sync_client.py --check
+	@$(BIN)/python tools/gateway_requirements.py --check
 	@$(BIN)/python tools/reference.py --check
 
 lint-proto: $(BUF)
@@ -163,15 +174,37 @@ $(BUF):
 	@command -v npm > /dev/null || { echo "make lint checks the protocol with buf, which npm installs; install Node.js with npm"; exit 1; }
 	@npm install --loglevel=error --no-audit --no-fund --prefix $(VENV)/buf-$(BUF_VERSION) @bufbuild/buf@$(BUF_VERSION)
 
+# Without development tools.
+runtime: $(RUNTIME)
+
 venv: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt stage_worker/model/_cpu_kernels.c
+$(RUNTIME): $(SOURCES_OF_INSTALL)
+	$(call install,.)
+	@touch $@
+
+$(INSTALLED): $(SOURCES_OF_INSTALL)
+	$(call install,.[dev])
+	@touch $(RUNTIME) $@
+
+# Into dist/, with the files of pinned versions, for hosts without a clone.
+wheel:
+	@$(PYTHON) -m venv $(VENV)/wheel
+	@rm -rf build $(VENV)/wheel/out
+	@STAGELINE_KERNELS=$(KERNELS) $(VENV)/wheel/bin/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir $(VENV)/wheel/out .
+	@rm -rf build
+	@[ $(KERNELS) = off ] || $(VENV)/wheel/bin/python -m zipfile -l $(VENV)/wheel/out/stageline-*.whl | grep -q '_cpu_kernels.*\.so' || { echo "no C compiler made the kernels; install gcc and Python's headers, or run: make wheel KERNELS=off"; exit 1; }
+	@mkdir -p dist
+	@cp constraints.txt requirements-gateway.txt $(VENV)/wheel/out/stageline-*.whl dist
+	@cd $(VENV)/wheel/out && printf 'dist/%s\n' stageline-*.whl
+
+define install
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "Stageline needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d; choose another with PYTHON=python3.12" % v)'
 	@echo "Installing into $(VENV); the first time takes a few minutes ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) $(TORCH)
-	@$(PIP_INSTALL) -e '.[dev]'
-	@touch $@
+	@$(PIP_INSTALL) -e '$(1)'
+endef
 
 # Clients of other projects, which need other versions of our own dependencies. The files name all packages;
 # what torch needs beside them depends on its build.

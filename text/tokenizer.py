@@ -111,11 +111,12 @@ class TextCodec:
     def special_tokens(self) -> Mapping[str, str | None]:
         """The tokens that begin and end a text and that pad it, by transformers' names."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        return {name: self._tokenizer.special_tokens_map.get(name) for name in names}
+        known = self._tokenizer.special_tokens_map
+        return {name: known.get(name) for name in names}
 
     def end_token_ids(self, configured: Sequence[int]) -> tuple[int, ...]:
         """Return the ids that end a text: `configured` ones, and the one that the tokenizer's files name."""
-        token = self._tokenizer.special_tokens_map.get("eos_token")
+        token = self.special_tokens["eos_token"]
         token_id = None if token is None else self._tokenizer.get_vocab().get(token)
         return tuple(dict.fromkeys([*configured, *([] if token_id is None else [token_id])]))
 

@@ -314,7 +314,7 @@ def test_every_page_about_features_is_driven() -> None:
 
 
 def test_make_demo_runs_the_demo() -> None:
-    assert "\ndemo: venv\n\t@$(BIN)/stageline demo\n" in (REPOSITORY / "Makefile").read_text()
+    assert "\ndemo: runtime\n\t@$(BIN)/stageline demo\n" in (REPOSITORY / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("marker", ["nightly", "chaos", "gpu"])
