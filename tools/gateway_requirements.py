@@ -21,7 +21,7 @@ FILE = ROOT / "requirements-gateway.txt"
 LEFT_OUT = frozenset({"torch", "transformers"})
 PYTHONS = ("3.11", "3.12", "3.13")
 HEAD = """\
-# Packages of hosts without a worker (gateways, coordinators, clients), which need no torch and no transformers:
+# Packages of hosts without a worker (gateways, coordinators, clients), without torch and transformers:
 # pip install --no-deps -r requirements-gateway.txt stageline-VERSION-py3-none-any.whl
 # Written by tools/gateway_requirements.py.
 """

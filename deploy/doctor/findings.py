@@ -26,7 +26,7 @@ def problems_of_host(facts: doctor_pb2.HostFacts, commands: Iterable[ProcessComm
     yield from (f"{at}{problem}" for problem in _versions_here(facts, commands))
     has_torch = facts.versions.get("torch") != MISSING
     if facts.device_problem and has_torch:
-        yield f"{at}{facts.device_problem}: install the torch build for the driver (docs/hosts.md)"
+        yield f"{at}{facts.device_problem}: install the torch build for the driver (docs/installing.md)"
     for command in commands:
         yield from (f"{at}{problem}" for problem in _of_worker(command, facts))
     if facts.kernels_problem and has_torch and _computes_on_cpu(facts, commands):

@@ -139,7 +139,8 @@ async def test_a_health_check_fails_while_the_process_is_not_ready(host: Host) -
 
 
 def test_the_image_has_what_its_page_says(image: Path) -> None:
-    (build,) = commands_of("image")
+    build, gateway = commands_of("image")
+    assert gateway.line == build.line.replace("-t stageline", "--target gateway -t stageline-gateway")
     assert build.line.startswith("docker build -f deploy/image/Dockerfile --build-arg BASE=")
     config = json.loads(buildah("inspect", IMAGE))["OCIv1"]["config"]
     assert (config["User"], config["Entrypoint"]) == (f"{UID}:{UID}", ["stageline"])

@@ -1,6 +1,7 @@
 """The documents name modules, functions, paths, flags and pages that exist."""
 
 import ast
+import importlib
 import re
 import tomllib
 from pathlib import Path
@@ -19,6 +20,7 @@ OF_OTHER_TOOLS = {
         "--address",
         "--against",
         "--check",
+        "--force-reinstall",
         "--grace-period",
         "--head",
         "--help",
@@ -60,6 +62,27 @@ def test_every_path_that_a_document_names_exists() -> None:
         if not (REPOSITORY / path).exists()
     ]
     assert not missing
+
+
+def test_the_page_about_uninstalling_has_every_folder_that_is_written() -> None:
+    page = (DOCS / "installing.md").read_text()
+    kinds = {"cache": "~/.cache/stageline", "state": "~/.local/state/stageline"}
+    found = set()
+    for path in (*REPOSITORY.glob("*/*.py"), *REPOSITORY.glob("*/*/*.py")):
+        if path.relative_to(REPOSITORY).parts[0] not in ("tests", "tools", "bench"):
+            written = re.findall(r'\b(cache|state)_directory(?:\([^)]*\))? / (\w+|"\w+")', path.read_text())
+            found |= {(kind, _value_of(path, name)) for kind, name in written}
+    assert {("cache", "weights"), ("cache", "references"), ("state", "tokens"), ("state", "gpus")} <= found
+    missing = [f"{kinds[kind]}/{name}" for kind, name in found if f"`{kinds[kind]}/{name}`" not in page]
+    assert not missing
+
+
+def _value_of(path: Path, name: str) -> str:
+    """A literal, or a constant of a module or of one that it imports from."""
+    if name.startswith('"'):
+        return name.strip('"')
+    module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+    return str(getattr(importlib.import_module(module), name))
 
 
 def test_every_link_leads_to_a_page_and_heading_that_exist() -> None:

@@ -30,6 +30,7 @@ WRITTEN_IN_COMMANDS = {
     "NOT_SERVING",
     "NO_CACHE",
     "GATEWAY_UNREACHABLE",
+    "LIBRARY_MISSING",
 }
 OF_PROCESSES = (
     JournalUnusable,

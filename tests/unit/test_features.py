@@ -180,6 +180,7 @@ PAGES: dict[str, Row] = {
     "failures": ("integration/test_cluster_recovery.py", ".stop()"),
     "gguf": ("integration/test_gguf.py", "self_check=True"),
     "hosts": (_BY_HAND, "--listen", "--advertise"),
+    "installing": ("e2e/test_without_torch.py", "LIBRARY_MISSING"),
     "journal": ("integration/test_journal.py", "positions="),
     "keys": ("integration/test_tenants.py", "cached(", "bob"),
     "mock-stages": ("integration/test_mock_cluster.py", "step="),

@@ -44,7 +44,7 @@ refused by name.
 {fill(OTHER_FAMILIES, 110)}
 
 ```bash
-pip install 'stageline[transformers]'         # on every host
+pip install 'transformers>=5.23,<5.24'        # on every host
 stageline plan --check DIR                    # is it served, or what prevents it?
 stageline up --model DIR --workers 2
 ```

@@ -238,6 +238,15 @@ def test_a_checkpoint_with_vocabulary_and_merges_only_is_converted(tmp_path: Pat
     assert codec.decode(codec.encode("Once upon a 😀")) == "Once upon a 😀"
 
 
+def test_other_files_than_tokenizer_json_name_transformers_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(UnreadableTokenizer, match=r"need transformers: run pip install transformers on this"):
+        load_text_codec(tmp_path)
+
+
 LOAD_AND_USE = """
 import sys
 from pathlib import Path
@@ -247,7 +256,7 @@ codec = text.tokenizer.load_text_codec(Path(sys.argv[1]))
 ids = codec.encode_conversation([text.tokenizer.ChatMessage(role="user", content="hello")])
 stream = text.detokenizer.IncrementalDetokenizer(codec, [])
 assert "hello" in stream.push(ids) + stream.flush()
-assert "torch" not in sys.modules
+assert not {"torch", "transformers"} & sys.modules.keys()
 """
 
 
