@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import NormalizedName, canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "requirements-gateway.txt"
@@ -27,9 +27,9 @@ HEAD = """\
 """
 
 
-def closure(wanted: Iterable[str], environment: Mapping[str, str]) -> set[str]:
+def closure(wanted: Iterable[str], environment: Mapping[str, str]) -> set[NormalizedName]:
     """Names of the installed packages that `wanted` needs in an environment of markers, without LEFT_OUT."""
-    found: dict[str, set[str]] = {}
+    found: dict[NormalizedName, set[str]] = {}
     left = [Requirement(text) for text in wanted]
     while left:
         requirement = left.pop()
@@ -56,7 +56,7 @@ def _needed(name: str, extras: Iterable[str], environment: Mapping[str, str]) ->
 def content() -> str:
     """The file. Raises KeyError for a package that constraints.txt does not pin."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names: set[str] = set()
+    names: set[NormalizedName] = set()
     for python in PYTHONS:
         environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
         names |= closure(project["dependencies"], environment)

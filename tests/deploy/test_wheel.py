@@ -174,6 +174,22 @@ def test_the_wheel_has_what_is_no_module(wheel: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["wheel", "plain_wheel"])
+def test_a_run_writes_what_the_page_about_uninstalling_says(installed: Environment, tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "installing.md").read_text()
+    home, temporary = tmp_path / "home", tmp_path / "temporary"
+    home.mkdir()
+    temporary.mkdir()
+    settings = ("-u", "XDG_CACHE_HOME", "-u", "XDG_STATE_HOME", f"HOME={home}", f"TMPDIR={temporary}")
+    run("env", *settings, installed.folder / "bin" / "stageline", "demo", cwd=tmp_path)
+    files = [path.relative_to(home) for path in home.rglob("*") if path.is_file()]
+    depth = {".cache": 3, ".local": 4}
+    found = {"/".join(("~", *path.parts[: depth.get(path.parts[0], 1)])) for path in files}
+    named = {re.sub(r"/[0-9a-f]{64}$", "/DIGEST", name) for name in found}
+    assert {"~/.cache/stageline/weights", "~/.cache/stageline/DIGEST"} <= named
+    assert [name for name in sorted(named) if f"`{name}`" not in page] == []
+    assert list(temporary.glob("stageline*")) == []
+
+
 def test_a_wheel_is_for_the_machines_that_its_name_says(name: str, request: pytest.FixtureRequest) -> None:
     found: Path = request.getfixturevalue(name)
     libraries = [entry for entry in zipfile.ZipFile(found).namelist() if entry.endswith(".so")]
