@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 from setuptools import find_packages
 
+from stageline.version import VERSION
 from tests.repository import REPOSITORY
+from tools.gateway_requirements import FILE, content
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 PACKAGES_FOUND = PROJECT["tool"]["setuptools"]["packages"]["find"]
@@ -57,6 +61,40 @@ def test_an_error_names_the_package_of_an_extra_as_pip_finds_it(file: str, extra
     # Stageline is on no index, so that pip finds no 'stageline[ray]'.
     (requirement,) = PROJECT["project"]["optional-dependencies"][extra]
     assert f"pip install '{requirement}'" in (REPOSITORY / file).read_text()
+
+
+def test_no_text_installs_from_an_index_what_is_on_none() -> None:
+    folders = ("docs", *PROJECT["tool"]["importlinter"]["root_packages"])
+    paths = [path for folder in folders for path in (REPOSITORY / folder).rglob("*")]
+    texts = {
+        path: path.read_text()
+        for path in (*paths, REPOSITORY / "README.md", REPOSITORY / "SECURITY.md")
+        if path.suffix in (".md", ".py", ".yaml")
+    }
+    assert len(texts) > 500
+    found = re.compile(r"pip install [^\n]*'stageline\[")
+    assert [str(path) for path, text in texts.items() if found.search(text)] == []
+
+
+def test_the_page_about_installing_names_wheels_of_this_version() -> None:
+    page = (REPOSITORY / "docs" / "installing.md").read_text()
+    assert set(re.findall(r"stageline-(\d[^-]*)-", page)) == {VERSION}
+
+
+@pytest.mark.parametrize(("target", "has_tools"), [("demo", False), ("test", True)])
+def test_make_installs_development_tools_for_tests_only(target: str, has_tools: bool, tmp_path: Path) -> None:
+    command = ("make", "--dry-run", target, f"VENV={tmp_path}/venv")
+    steps = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    (torch,) = re.findall(r"^torch==.+$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
+    installs = re.findall(r"pip install .* -c constraints\.txt (.+)$", steps, re.MULTILINE)
+    assert installs == [torch, "-e '.[dev]'" if has_tools else "-e '.'"]
+
+
+def test_requirements_of_hosts_without_a_worker_are_those_of_the_package() -> None:
+    assert FILE.read_text() == content(), "run: python tools/gateway_requirements.py"
+    names = {line.split("==")[0] for line in FILE.read_text().splitlines() if line[0] != "#"}
+    assert {"grpcio", "fastapi", "tokenizers", "Jinja2"} <= names
+    assert not {"torch", "transformers", "safetensors", "regex", "sympy"} & names
 
 
 def test_the_image_is_built_from_every_package() -> None:
