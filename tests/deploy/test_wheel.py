@@ -173,7 +173,6 @@ def test_the_wheel_has_what_is_no_module(wheel: Path, name: str) -> None:
     assert name in zipfile.ZipFile(wheel).namelist()
 
 
-@pytest.mark.parametrize("name", ["wheel", "plain_wheel"])
 def test_a_run_writes_what_the_page_about_uninstalling_says(installed: Environment, tmp_path: Path) -> None:
     page = (REPOSITORY / "docs" / "installing.md").read_text()
     home, temporary = tmp_path / "home", tmp_path / "temporary"
@@ -190,11 +189,11 @@ def test_a_run_writes_what_the_page_about_uninstalling_says(installed: Environme
     assert list(temporary.glob("stageline*")) == []
 
 
-def test_a_wheel_is_for_the_machines_that_its_name_says(name: str, request: pytest.FixtureRequest) -> None:
-    found: Path = request.getfixturevalue(name)
-    libraries = [entry for entry in zipfile.ZipFile(found).namelist() if entry.endswith(".so")]
-    assert found.name.endswith("-py3-none-any.whl") == (name == "plain_wheel")
-    assert len(libraries) == (name == "wheel")
+def test_a_wheel_is_for_the_machines_that_its_name_says(wheel: Path, plain_wheel: Path) -> None:
+    for found, has_kernels in ((wheel, True), (plain_wheel, False)):
+        libraries = [entry for entry in zipfile.ZipFile(found).namelist() if entry.endswith(".so")]
+        assert len(libraries) == has_kernels
+        assert found.name.endswith("-py3-none-any.whl") != has_kernels
 
 
 def test_a_wheel_without_kernels_is_made_on_request_only(source: Path, tmp_path: Path) -> None:
@@ -288,7 +287,7 @@ def test_the_gateway_stage_of_the_image_has_no_torch(tmp_path: Path) -> None:
     with started(
         program, "gateway", "--coordinator", "127.0.0.1:1", "--listen", "127.0.0.1:0", cwd=tmp_path
     ) as read:
-        assert read(r"gateway listening on (\S+)")
+        assert read(r"gateway: (bound) to ")
     assert not list((root / "opt").rglob("torch")) and not list((root / "opt").rglob("transformers"))
     size_bytes = sum(path.stat().st_size for path in (root / "opt").rglob("*") if path.is_file())
     assert size_bytes < 400 * 2**20
