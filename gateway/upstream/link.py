@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -127,13 +128,16 @@ class CoordinatorLink:
         self._model: ModelInfo | None = None
         self._clock = clock or ClusterClock()
         self._sampler = described_sampler(ALWAYS)
-        self._requests: dict[NumberedRequest, None] = {}
+        self._requests: dict[NumberedRequest, bool] = {}
+        """And whether they end with their readers; others go on at the coordinator."""
+        self._orphans: list[NumberedRequest] = []
         self._call: ServeCall | None = None
         self._health = PipelineHealth(policy.unreachable_s)
         self._away_since_s: float | None = None
         self._is_lost = False
         self._refusal = ""
         self._tasks: list[asyncio.Task[None]] = []
+        self._cancelling: asyncio.Task[None] | None = None
         self.other_model = asyncio.Event()
 
     @property
@@ -211,9 +215,10 @@ class CoordinatorLink:
 
     async def stop(self) -> None:
         """Close the stream; the coordinator keeps what its requests generate."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *([] if self._cancelling is None else [self._cancelling])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for request in list(self._requests):
             request.fail(_failure(ClusterUnavailable("the gateway is stopping")))
         await self._channel.close()
@@ -235,7 +240,8 @@ class CoordinatorLink:
         message = inference_pb2.GenerateRequest()
         message.CopyFrom(request)
         message.request_id = message.request_id or id_text(new_request_id())
-        if not message.HasField("on_disconnect"):
+        ends_with_reader = not message.HasField("on_disconnect")
+        if ends_with_reader:
             message.on_disconnect.action = inference_pb2.OnDisconnect.ACTION_DETACH
             message.on_disconnect.keep_for.FromMilliseconds(round(self._policy.keep_s * 1000))
         return await self._open(
@@ -247,7 +253,8 @@ class CoordinatorLink:
                 deadline_s=self._deadline(deadline_s),
                 traceparent=traceparent,
                 owner=owner,
-            )
+            ),
+            ends_with_reader=ends_with_reader,
         )
 
     async def observe(self, request_id: str, secret: str, *, owner: RequestOwner = NO_OWNER) -> RequestStream:
@@ -272,12 +279,12 @@ class CoordinatorLink:
         except grpc.aio.AioRpcError as error:
             raise _call_failure(error) from None
 
-    async def _open(self, request: NumberedRequest) -> RequestStream:
+    async def _open(self, request: NumberedRequest, *, ends_with_reader: bool = False) -> RequestStream:
         if self.other_model.is_set():
             raise self._other_model_failure()
         if self._refusal:
             raise self._refused()
-        self._requests[request] = None
+        self._requests[request] = ends_with_reader
         request.on_end = self._forget
         if self._call is not None:
             self._call.begin(request)
@@ -292,7 +299,16 @@ class CoordinatorLink:
         return _failure(ClusterUnavailable(self._refusal), retry_after_s=self._policy.max_retry_s)
 
     def _forget(self, request: NumberedRequest) -> None:
-        self._requests.pop(request, None)
+        ends_with_reader = self._requests.pop(request, False)
+        if ends_with_reader and self._call is None and request.is_running:
+            self._orphans.append(request)
+
+    async def _cancel_orphans(self) -> None:
+        """Cancel what ended for its readers while the coordinator was away, and would run on for nobody."""
+        orphans, self._orphans = self._orphans, []
+        for request in orphans:
+            with contextlib.suppress(UpstreamFailure):  # it has ended, or ends by itself after `keep_s`
+                await self.cancel(request.request_id, request.secret, tenant=request.tenant)
 
     def _deadline(self, deadline_s: float | None) -> float | None:
         return None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
@@ -422,6 +438,8 @@ class CoordinatorLink:
         self._call, self._away_since_s, self._refusal = call, None, ""
         for request in list(self._requests):
             call.begin(request)
+        if self._orphans:
+            self._cancelling = asyncio.create_task(self._cancel_orphans(), name="cancel orphans")
 
     def _fail_overdue(self, reason: str) -> None:
         """Fail requests past their deadline, and all when the coordinator has been away too long."""

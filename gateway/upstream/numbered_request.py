@@ -174,6 +174,15 @@ class NumberedRequest:
         """Whether nothing more arrives for the reader."""
         return self._is_over
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the coordinator has the request, as far as is known, and not all choices have ended."""
+        return self.was_connected and len(self._ended) < len(self._received)
+
+    @property
+    def tenant(self) -> str:
+        return self._owner.tenant
+
     def is_late(self, now_s: float) -> bool:
         return self._deadline_s is not None and now_s >= self._deadline_s
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 from dataclasses import replace
 from pathlib import Path
@@ -174,6 +175,36 @@ async def test_requests_attach_again_when_the_connection_breaks() -> None:
         for reading in readings:
             assert reading.tokens == {0: expected(200), 1: expected(200)}
         assert (await cluster.wait_drained()).requests.finished == 4
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+async def test_requests_that_end_while_the_coordinator_is_away_are_cancelled_there(is_left: bool) -> None:
+    """They failed after the gateway's patience, or their clients left: they would run on for nobody."""
+    policy = replace(QUICK, unreachable_s=DEADLINE_S if is_left else 0.3)
+    async with mock_cluster(1) as cluster, ByteProxy(cluster.address) as proxy:
+        async with Link(proxy.address, policy=policy) as link:
+            readings = [Reading(await link.submit(message(PROMPT, 3000))) for _ in range(3)]
+            kept = message(PROMPT, 3000)
+            kept.on_disconnect.action = inference_pb2.OnDisconnect.ACTION_DETACH
+            kept.on_disconnect.keep_for.FromSeconds(60)
+            own = Reading(await link.submit(kept))
+            for reading in (*readings, own):
+                await reading.until(1)
+            proxy.target = NOWHERE
+            proxy.cut()
+            await until(lambda: not link.is_connected)
+            for reading in readings if is_left else (*readings, own):
+                if is_left:
+                    await reading.stream.cancel()
+                with contextlib.suppress(UpstreamFailure):
+                    await reading.end()
+            assert (await cluster.client.status()).requests.decode == 4
+            proxy.target = cluster.address
+            await until(lambda: link.is_connected)
+            status = await cluster.wait_status(lambda status: status.requests.cancelled == 3)
+            assert status.requests.decode == 1, "the one that says what happens without its reader"
+            await link.cancel(own.stream.request_id, own.stream.secret)
+        await cluster.wait_drained()
 
 
 @pytest.mark.full

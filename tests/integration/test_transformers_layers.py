@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import coordinator.model
+from checkpoint import Checkpoint, UnsupportedModel
+from coordinator.config import CoordinatorConfig
+from coordinator.model import open_model
 from stageline.cli.tables import describe_cluster
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import edit_config, make_checkpoint
@@ -61,11 +65,18 @@ async def test_native_families_are_served_natively(tmp_path: Path) -> None:
     assert native.tokens == other.tokens
 
 
-async def test_workers_say_what_they_cannot_cut(helium: Path, tmp_path: Path) -> None:
+async def test_workers_say_what_they_cannot_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator with torch refuses the model; where it has none, its workers do."""
     make_checkpoint(tmp_path, "helium", num_layers=2)
     edit_config(tmp_path, sliding_window=9)
+    problem = "layer 0 has window None, its config says 9"
+    with pytest.raises(UnsupportedModel, match=problem):
+        open_model(CoordinatorConfig(model=tmp_path, num_stages=2))
+    monkeypatch.setattr(coordinator.model, "examine_layers", _without_torch)
     async with Cluster(tmp_path, layers=(1, 1), dtype="f32", waits=False) as cluster:
-        status = await cluster.wait_status(
-            lambda status: "layer 0 has window None, its config says 9" in str(status)
-        )
+        status = await cluster.wait_status(lambda status: problem in str(status))
     assert status.state != cluster_pb2.CLUSTER_STATE_SERVING
+
+
+def _without_torch(checkpoint: Checkpoint) -> None:
+    raise ImportError("No module named 'torch'")
