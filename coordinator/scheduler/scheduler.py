@@ -311,7 +311,8 @@ class Scheduler:
         for sequence, entry, chunk in rows:
             check_logprobs(sequence, entry, chunk)
         cost = completed.sent.cost
-        self._in_flight.record_result(completed, self.cost_model.step_us(cost))
+        if not cost.is_empty:  # its result waits for masks, which says nothing of other steps
+            self._in_flight.record_result(completed, self.cost_model.step_us(cost))
         self.cost_model.observe(cost, result.stage_times, (now_s - completed.sent.sent_s) * 1e6)
         updates = [] if tokens is None else self._accept_tokens(completed.sent.answered, tokens)
         news = [row for row in rows if not row[1].is_late or row[1].prompt_logprobs]

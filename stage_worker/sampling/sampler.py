@@ -1,6 +1,6 @@
 """Samples one token per slice from logits, or scores a prompt."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -248,7 +248,7 @@ class Sampler:
         results = list[SliceResult]()
         if rows := self._late.take_ready(may_wait=may_wait):
             slices, states = [row.step_slice for row in rows], [row.state for row in rows]
-            results += self._choose_block(slices, states, torch.cat([row.logits for row in rows]))
+            results += self._choose_rows(slices, states, torch.cat([row.logits for row in rows]))
         for row in self._late.take_overdue():
             text = f"the mask of the grammar was not ready after {WORKER_POLICY.mask_limit_s:g} s"
             results.append(self._failed(row.step_slice, step_pb2.SliceError.KIND_GRAMMAR, text))
@@ -343,18 +343,20 @@ class Sampler:
         results = self._errors(slices, states, logits)
         results |= self._late_results(slices, states, logits, results)
         usable = [row for row in range(len(slices)) if row not in results]
-        if len(usable) < len(slices):
+        if 0 < len(usable) < len(slices):
             logits = logits[usable]
-        num_rows = rows_per_block(self._vocab_size, logits.device)
-        for first in range(0, len(usable), num_rows):
-            block = usable[first : first + num_rows]
-            chosen = self._choose_block(
-                [slices[row] for row in block],
-                [states[row] for row in block],
-                logits[first : first + num_rows],
-            )
-            results.update(zip(block, chosen, strict=True))
+        chosen = self._choose_rows([slices[row] for row in usable], [states[row] for row in usable], logits)
+        results.update(zip(usable, chosen, strict=True))
         return tuple(results[row] for row in range(len(slices)))
+
+    def _choose_rows(
+        self, slices: Sequence[StepSlice], states: Sequence[SamplerState], logits: Tensor
+    ) -> Iterator[SliceResult]:
+        """Results of rows without errors, in blocks that fit into the caches of the device."""
+        num_rows = rows_per_block(self._vocab_size, logits.device)
+        for first in range(0, len(slices), num_rows):
+            end = first + num_rows
+            yield from self._choose_block(slices[first:end], states[first:end], logits[first:end])
 
     def _late_results(
         self,
@@ -373,7 +375,8 @@ class Sampler:
         for row in (row for row, key in rows.items() if key in late):
             part = slices[row]
             found[row] = SliceResult(part.sequence, part.restart_count, None, is_late=True)
-            self._late.add(LateRow(part, states[row], logits[row : row + 1].clone()))
+            own = logits[row : row + 1].to("cpu", copy=True)  # of a device, nothing is kept between steps
+            self._late.add(LateRow(part, states[row], own))
         return found
 
     def score(

@@ -526,6 +526,21 @@ def test_a_late_token_is_asked_for_while_no_step_is_in_flight() -> None:
     model.check_all_ended()
 
 
+def test_the_wait_for_a_mask_does_not_lengthen_the_timeout_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LAST waits 10 ms for a mask where nothing is computed: steps would seem slower than planned."""
+    learnt: list[int] = []
+    monkeypatch.setattr(
+        StepsInFlight, "record_result", lambda self, done, _: learnt.append(done.sent.step.num_slices)
+    )
+    model = model_of()
+    late = model.submit([1, 2], max_tokens=2)
+    model.late_at = lambda part: True
+    model.run_step()
+    model.run_step()
+    assert late.num_generated_tokens == 1
+    assert learnt == [1]
+
+
 def test_a_late_row_does_not_hold_the_others_of_its_step() -> None:
     model = model_of()
     model.scheduler.end_epoch()

@@ -196,6 +196,18 @@ def test_a_late_row_gets_the_token_of_a_row_in_time(setting: Setting, temperatur
     assert re.fullmatch(PHONE, setting.codec.decode(text))
 
 
+def test_logits_of_late_rows_are_on_the_host(setting: Setting) -> None:
+    """A row alone in its step has its logits on the device, one beside a settled row on the host."""
+    sampler, _ = late_sampler(setting)
+    spec = setting.spec(GrammarKind.REGEX, PHONE)
+    keys = [started(sampler, StepSampling(temperature=0.0, grammar=spec)) for _ in range(2)]
+    with fake_cuda():
+        for key, device in zip(keys, (DEVICE, torch.device("cpu")), strict=True):
+            logits = torch.empty(1, VOCAB_SIZE, device=device)
+            assert sampler._late_results([part(key, [])], [sampler._live[key]], logits, ())
+    assert {row.logits.device for row in sampler._late._rows.values()} == {torch.device("cpu")}
+
+
 def test_a_late_row_of_a_grammar_that_fails_is_an_error(setting: Setting) -> None:
     sampler, pool = late_sampler(setting)
     spec = replace(setting.spec(GrammarKind.REGEX, PHONE), tokenizer_checksum=1)
