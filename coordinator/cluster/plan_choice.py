@@ -136,7 +136,9 @@ class PlanChoice:
         `order` puts the workers of a plan without kept places into stage order. Plans have more than
         `num_stages` stages if there are more workers, up to the policy's `max_stages`.
         """
+        self._least_stages = num_stages
         self.num_stages = num_stages
+        """Stages of a complete plan: as configured, or of the largest one that served."""
         self.max_stages = max(num_stages, policy.max_stages)
         self._policy = policy
         self._make_plan, self._order = make_plan, order
@@ -145,28 +147,39 @@ class PlanChoice:
         self._good_template: Plan | None = None
 
     def keep_places(self, plan: Plan) -> None:
-        """Keep the places of this plan for later plans, if it has all stages; a larger one has more."""
-        self.num_stages = max(self.num_stages, len(plan.stages))
-        if len(plan.stages) == self.num_stages:
+        """Keep the places of this plan for later plans, if it has all stages."""
+        if len(plan.stages) >= self.num_stages:
             self._template = plan
+
+    def record_served(self, plan: Plan) -> None:
+        """A complete plan has from now on as many stages as this one, if it has more."""
+        self.num_stages = max(self.num_stages, len(plan.stages))
+
+    def record_drained(self) -> None:
+        """A stage was taken away on purpose: a plan is complete without it, if it has the configured ones."""
+        self.num_stages = max(self._least_stages, self.num_stages - 1)
 
     def forget_places(self) -> None:
         """Let the next plan put the workers into a new order."""
         self._template = self._good_template = None
 
-    def best(self, members: Members, *, may_shrink: bool, uses_held: bool = False) -> Plan:
+    def best(
+        self, members: Members, *, may_shrink: bool, uses_held: bool = False, awaits_all: bool = False
+    ) -> Plan:
         """The best plan for the usable workers, and with `uses_held` also for held ones.
 
         Workers with a stage in the last plan with all stages keep their place; others fill free places by
         name, so that the order of joining does not matter. If no plan fits these workers, those with the most
         memory are tried, and if a plan failed its self-check, other sets of workers. With `may_shrink` the
-        plan may have fewer stages if necessary. Raises TooFewWorkers or PlanImpossible.
+        plan may have fewer stages if necessary; one that `awaits_all` has the most. Raises TooFewWorkers or
+        PlanImpossible.
         """
         usable = [record for record in members if record.is_usable or (uses_held and record.is_held)]
-        if not usable or (len(usable) < self.num_stages and not may_shrink):
+        min_stages = self.max_stages if awaits_all else 1 if may_shrink else self.num_stages
+        if len(usable) < min_stages:
             joined = f"{len(usable)} of {self.num_stages} workers joined"
             raise TooFewWorkers(f"{joined}{self._missing_layers(usable)}{members.quarantine_text}")
-        min_stages, max_stages = 1 if may_shrink else self.num_stages, min(len(usable), self.max_stages)
+        max_stages = min(len(usable), self.max_stages)
         problem: PlanImpossible | None = None
         for num_stages in range(max_stages, min_stages - 1, -1):
             for chosen in self._choices(usable, num_stages):

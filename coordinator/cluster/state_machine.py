@@ -263,6 +263,7 @@ class ClusterState:
         if record.stage is None:
             return self._dismiss()
         self._has_drained = True
+        self._choice.record_drained()
         return self._replan(f"worker {name} is drained") or [FinishRunning(record.identity)]
 
     @handles(ClusterEvent.DRAINED)
@@ -520,7 +521,9 @@ class ClusterState:
     def _next_plan(self) -> Plan:
         """The next plan, with held workers only if needed. Raises TooFewWorkers or PlanImpossible."""
         try:
-            return self._new_plan(may_shrink=not self._rejoin_timer.is_running)
+            return self._new_plan(
+                may_shrink=not self._rejoin_timer.is_running, awaits_all=self._rejoin_timer.awaits_all
+            )
         except (PlanImpossible, TooFewWorkers):
             if not any(record.is_held for record in self.workers) or self._can_replan_without_held():
                 raise
@@ -534,8 +537,10 @@ class ClusterState:
             return False
         return True
 
-    def _new_plan(self, *, may_shrink: bool) -> Plan:
-        return self._choice.best(self.workers, may_shrink=may_shrink and self._may_shrink)
+    def _new_plan(self, *, may_shrink: bool, awaits_all: bool = False) -> Plan:
+        return self._choice.best(
+            self.workers, may_shrink=may_shrink and self._may_shrink, awaits_all=awaits_all
+        )
 
     @property
     def _may_shrink(self) -> bool:
@@ -585,6 +590,7 @@ class ClusterState:
             self.phase, self.detail = ClusterPhase.CHECKING, "the self-check is running"
             return [CheckPlan(self.epoch, self.plan)]
         self.phase, self.has_served = ClusterPhase.SERVING, True
+        self._choice.record_served(self.plan)
         self.detail = ""
         if len(self.plan.stages) == self.num_stages:
             self.workers.forget_lost()

@@ -49,10 +49,16 @@ class RejoinTimer:
         self._policy = policy
         self._num_losses = 0
         self.is_running = False
+        self._is_of_restart = False
+
+    @property
+    def awaits_all(self) -> bool:
+        """Whether all workers of a restarted coordinator may rejoin; how many it had is not known."""
+        return self.is_running and self._is_of_restart
 
     def await_all(self) -> StartTimer:
         """Start the timer of a restarted coordinator, for workers to rejoin."""
-        self.is_running = True
+        self.is_running = self._is_of_restart = True
         return StartTimer(
             max(self._policy.rejoin_grace_s, self._policy.coordinator_rejoin_s),
             GraceExpired(self._num_losses),
@@ -62,6 +68,7 @@ class RejoinTimer:
         """Restart the timer for a loss, or stop it unless the wait `is_granted`."""
         self._num_losses += 1
         self.is_running = is_granted
+        self._is_of_restart = False
 
     def timer(self) -> StartTimer:
         """The action that starts the timer of the last loss."""

@@ -42,7 +42,7 @@ class ClusterEvents(RuleBasedStateMachine):
     def start(self, num_stages: int, max_stages: int, needed_bytes: int, num_joined: int) -> None:
         self.cluster = ClusterDriver(num_stages=num_stages, max_stages=max_stages, needed_bytes=needed_bytes)
         self.state = self.cluster.state
-        self.most_stages = max(num_stages, max_stages)
+        self.num_stages, self.most_stages = num_stages, max(num_stages, max_stages)
         self.epochs: list[int] = []
         self.in_force: int | None = None
         self.served: set[int] = set()
@@ -255,13 +255,15 @@ class ClusterEvents(RuleBasedStateMachine):
     def the_plan_is_no_longer_than_asked_for_and_everybody_of_it_is_live(self) -> None:
         assert all(worker.is_live for worker in self.state.stage_workers)
         if self.state.plan is not None:
-            assert 1 <= len(self.state.stage_workers) <= self.state.num_stages <= self.most_stages
+            assert 1 <= len(self.state.stage_workers) <= self.most_stages
+        assert self.num_stages <= self.state.num_stages <= self.most_stages
 
     @invariant()
     def a_plan_is_there_unless_workers_are_missing(self) -> None:
         state = self.state
         assert (state.plan is None) == (state.phase in WITHOUT_PLAN)
-        if state.plan is None and len(self.usable) >= state.num_stages:
+        least = state.num_stages if state.has_served else self.num_stages
+        if state.plan is None and len(self.usable) >= least:
             assert "needed" in state.detail, "a full set of workers waits"
 
     @invariant()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from coordinator.cluster.actions import (
@@ -104,8 +106,62 @@ def test_a_spare_becomes_a_stage_while_the_pipeline_may_grow() -> None:
     assert kinds(actions) == [StopServing] + [AssignStage] * 3
     assert actions[0] == StopServing(1, "3 workers instead of 2", EndCause.REPLANNED)
     assert cluster.stage_names == ["a", "b", "0"], "the others keep their places"
+    assert cluster.state.num_stages == 2, "the larger plan has not served yet"
+    cluster.load_all()
+    cluster.get_ready()
     assert cluster.state.num_stages == 3
     assert cluster.join("z") == [], "the fourth is a spare"
+
+
+def _lose_the_third(cluster: ClusterDriver) -> None:
+    cluster.lose("c")
+
+
+def _fail_to_load_the_third(cluster: ClusterDriver) -> None:
+    cluster.state.load_failed("c", cluster.state.plan_id, "out of memory", is_final=True)
+
+
+def _fail_the_check(cluster: ClusterDriver) -> None:
+    cluster.load_all()
+    cluster.get_ready()
+    cluster.state.checked(cluster.state.epoch, "wrong logits", stage=2)
+
+
+@pytest.mark.parametrize("fail", [_lose_the_third, _fail_to_load_the_third, _fail_the_check])
+def test_a_pipeline_that_cannot_grow_begins_with_its_own_stages(
+    fail: Callable[[ClusterDriver], None],
+) -> None:
+    cluster = ClusterDriver(num_stages=2, max_stages=3, needs_check=True)
+    cluster.join_all("a", "b", "c")
+    assert len(cluster.stage_names) == 3
+    fail(cluster)
+    assert sorted(cluster.stage_names) == ["a", "b"]
+    assert cluster.state.phase is ClusterPhase.LOADING
+
+
+def test_a_drained_stage_is_not_missed() -> None:
+    cluster = ClusterDriver(num_stages=2, max_stages=3).serving()
+    for act in (cluster.join, cluster.state.drain):
+        act("c")
+        cluster.load_all()
+        cluster.get_ready()
+    assert (cluster.stage_names, cluster.state.detail) == (["a", "b"], "")
+    assert cluster.state.num_stages == 2
+
+
+def test_a_restarted_coordinator_waits_for_all_stages_that_it_may_have_had() -> None:
+    """Requests of its journal may be too long for the KV cache of fewer."""
+    cluster = ClusterDriver(num_stages=2, max_stages=3, has_served=True)
+    assert cluster.state.start()
+    cluster.join_all("a", "b")
+    assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
+    cluster.join("c")
+    assert cluster.stage_names == ["a", "b", "c"]
+    fewer = ClusterDriver(num_stages=2, max_stages=3, has_served=True)
+    assert fewer.state.start()
+    fewer.join_all("a", "b")
+    fewer.shrink(0)
+    assert fewer.stage_names == ["a", "b"], "after the grace it takes what there is"
 
 
 def test_a_pipeline_that_grew_is_complete_only_with_all_its_stages() -> None:
