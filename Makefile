@@ -111,7 +111,7 @@ test-deploy: venv $(DEPLOY_TOOLS) $(VENV)/.installed-ray
 
 # What of test-deploy needs no engine: wheels in empty environments, with and without torch, 3 minutes per Python.
 test-wheel: venv
-	@STRICT=$(STRICT) STAGELINE_WHEEL_PYTHONS="$(PYTHON) $(PYTHONS)" $(PYTEST) $(LONG) tests/deploy/test_wheel.py
+	@STRICT=$(STRICT) STAGELINE_TEST_WHEEL_PYTHONS="$(PYTHON) $(PYTHONS)" $(PYTEST) $(LONG) tests/deploy/test_wheel.py
 
 # What of test-deploy every change runs: no processes, 2 minutes.
 test-chart: venv $(VENV)/deploy-kubernetes/.installed

@@ -28,7 +28,7 @@ from gateway.config import DEFAULT_HTTP_ADDRESS, GatewayConfig
 from stage_worker.config import WorkerConfig
 from weights.location import ModelLocation
 from wire.addresses import Address, local_address, parse_address
-from wire.flags import OFF, variables_of
+from wire.flags import OFF, unread_variable, variables_of
 from wire.transport import is_loopback_host
 
 CONFIGS: Mapping[Role, type] = {
@@ -411,3 +411,5 @@ def _check_environment(spec: ClusterSpec) -> None:
                 raise WrongField(
                     ("environment", name), f"is a flag of the {role.value}: set it by its key, or under flags"
                 )
+    if (problem := unread_variable(spec.environment, lambda: tuple(CONFIGS.values()))) is not None:
+        raise WrongField(("environment",), problem)

@@ -7,8 +7,9 @@ file. The declaration and the field's default are the only definition of an opti
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
@@ -202,6 +203,29 @@ def variables_of(config: type) -> Iterator[str]:
         yield variable_of(setting.flag.name)
         if setting.flag.off is not None:
             yield variable_of(setting.flag.off)
+
+
+_PREFIX = "STAGELINE_"
+_OF_TESTS = "STAGELINE_TEST_"
+"""Reserved for tests and tools of the project."""
+_OF_CLIENTS = frozenset(("STAGELINE_COORDINATOR", "STAGELINE_GATEWAY", "STAGELINE_TLS_DIR"))
+
+
+def unread_variable(names: Iterable[str], configs: Callable[[], Sequence[type]]) -> str | None:
+    """Return a text about the first variable of Stageline's that neither clients nor processes with `configs`
+    read; None if there is none.
+    """
+    doubtful = {name for name in names if name.startswith(_PREFIX) and not name.startswith(_OF_TESTS)}
+    if doubtful <= _OF_CLIENTS:
+        return None
+    known = _OF_CLIENTS.union(*map(variables_of, configs()))
+    if not (unknown := sorted(doubtful - known)):
+        return None
+    # The prefix, which all have, would make any two alike.
+    others = [name.removeprefix(_PREFIX) for name in known]
+    nearest = get_close_matches(unknown[0].removeprefix(_PREFIX), others, n=1)
+    hint = f", the nearest known one is {_PREFIX}{nearest[0]}" if nearest else ""
+    return f"no command reads the environment variable {unknown[0]}{hint}"
 
 
 def _text_type(annotation: Any, flag: Flag) -> type:

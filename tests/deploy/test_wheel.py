@@ -68,7 +68,7 @@ class Environment:
 
 
 @pytest.fixture(
-    scope="module", params=os.environ.get("STAGELINE_WHEEL_PYTHONS", "").split() or [sys.executable]
+    scope="module", params=os.environ.get("STAGELINE_TEST_WHEEL_PYTHONS", "").split() or [sys.executable]
 )
 def python(request: pytest.FixtureRequest) -> str:
     """A Python that Stageline supports."""

@@ -87,6 +87,10 @@ _WRONG = [
         "workers: [{name: a}]\nenvironment:\n  STAGELINE_DTYPE: f32",
         "3: environment.STAGELINE_DTYPE: is a flag of the coordinator",
     ),
+    (
+        "workers: [{name: a}]\nenvironment:\n  STAGELINE_DTPYE: f32",
+        "2: environment: no command reads the environment variable STAGELINE_DTPYE, the nearest known one is",
+    ),
     ("workers: [{name: a}]\nsecurity: {join-token-file: /t}", "2: security.join-token-file: needs enroll-"),
     ("a: &a {b: 1}\n<<: *a", "2: << is not supported: write the keys out"),
     ("workers: [", "1: not YAML"),
