@@ -38,6 +38,7 @@ class TextThread:
         self._waiting: dict[TextJob, str] = {}
         self._begun: list[_Begun] = []
         self._is_busy = False
+        self._is_closed = False
 
     def of(self, tenant: str) -> "TenantText":
         """The thread as one tenant uses it."""
@@ -52,9 +53,13 @@ class TextThread:
             loop.call_soon(self._hand_over, loop)
 
     def close(self) -> None:
+        """Begin no more work; what has ended still arrives."""
+        self._is_closed = True
         self._executor.shutdown(wait=False)
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._is_closed:
+            return
         waiting, self._waiting = self._waiting, {}
         new = [
             _Begun(tenant, job, work) for job, tenant in waiting.items() if (work := job.begin()) is not None

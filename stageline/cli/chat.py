@@ -49,7 +49,7 @@ def chat(
 
     async def answer() -> str:
         async with Client(coordinator, tls_dir=tls_dir) as client:
-            outputs = with_notices(client, client.generate(history, **wanted))
+            outputs = with_notices(client, client.generate(history, **wanted), tls_dir=tls_dir)
             report = await show_stream(outputs, live(as_token_ids=False))
         return report.completions[0].text
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -53,7 +54,7 @@ def generate(
     if is_detached:
         wanted["attach_secret"] = new_attach_secret()
     try:
-        report = asyncio.run(_run(Client(coordinator, tls_dir=tls_dir), given, wanted, is_json=json))
+        report = asyncio.run(_run(coordinator, tls_dir, given, wanted, is_json=json))
     except KeyboardInterrupt:
         print(f"\nstageline: {_describe_leaving(request_id, is_detached=is_detached)}", file=sys.stderr)
         return ExitCode.INTERRUPTED
@@ -68,8 +69,10 @@ def generate(
     return 0
 
 
-async def _run(client: Client, prompt: Prompt, wanted: GenerateOptions, *, is_json: bool) -> Report:
-    async with client:
+async def _run(
+    address: str, tls_dir: Path | None, prompt: Prompt, wanted: GenerateOptions, *, is_json: bool
+) -> Report:
+    async with Client(address, tls_dir=tls_dir) as client:
         model = await client.model()
         if isinstance(prompt, str) and not model.has_tokenizer:
             text = f"model {model.name} has no tokenizer (tokenizer.json): give token ids with --token-ids"
@@ -80,7 +83,7 @@ async def _run(client: Client, prompt: Prompt, wanted: GenerateOptions, *, is_js
             print(f"(request {wanted['request_id']})", file=sys.stderr)
         num_choices = wanted.get("n") or 1
         show = show_for(num_choices=num_choices, as_token_ids=not model.has_tokenizer, is_json=is_json)
-        return await show_stream(with_notices(client, outputs), show)
+        return await show_stream(with_notices(client, outputs, tls_dir=tls_dir), show)
 
 
 def _describe(report: Report, wanted: GenerateOptions) -> str:

@@ -210,7 +210,11 @@ async def _serving(logs: Path, *, fills_limit: bool) -> AsyncIterator[Gateway]:
         num_workers=1,
         mocks=("step=5s" if fills_limit else "step=20ms",),
         model=MODEL_DIRECTORY,
-        coordinator_arguments=("--trace-store", "64", *(("--max-client-requests", "1") if fills_limit else ())),
+        coordinator_arguments=(
+            "--trace-store",
+            "64",
+            *(("--max-client-requests", "1") if fills_limit else ()),
+        ),
         environment=ENVIRONMENT,
         log_directory=logs,
     )

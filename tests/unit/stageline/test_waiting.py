@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import pytest
 
+from certificates.identity import Role
 from stageline.cli import waiting
 from stageline.cli.waiting import waiting_text, with_notices
 from stageline.client.client import Client
 from stageline.client.output import GenerateOutput
 from stageline_rpc.v1 import cluster_pb2
 from tests import fake_stageline
+from tests.issued import Certificates
 
 
 async def test_a_request_says_once_what_it_waits_for(
@@ -52,6 +55,22 @@ async def test_a_request_that_is_answered_says_nothing(
     async with Client("127.0.0.1:1") as client:
         assert len([output async for output in with_notices(client, outputs())]) == 1
     assert capsys.readouterr().err == ""
+
+
+async def test_a_client_that_may_not_see_the_status_does_not_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The coordinator would count its call as a denied one."""
+    monkeypatch.setattr(waiting, "FIRST_NOTICE_S", 0.0)
+    tls_dir = Certificates(tmp_path).of("you", Role.CLIENT)
+
+    async def outputs() -> AsyncGenerator[GenerateOutput, None]:
+        await asyncio.sleep(0.1)
+        yield GenerateOutput.__new__(GenerateOutput)
+
+    async with Client("127.0.0.1:1", tls_dir=tls_dir) as client:
+        assert len([output async for output in with_notices(client, outputs(), tls_dir=tls_dir)]) == 1
+    assert capsys.readouterr().err == "(waiting; a certificate of role operator shows for what)\n"
 
 
 def test_a_serving_cluster_tells_of_its_queue() -> None:
