@@ -3,9 +3,11 @@
 import dataclasses
 import json
 from collections.abc import Iterable
+from typing import Annotated
 
+import typer
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -20,16 +22,36 @@ from checkpoint.catalog import (
     FormatEntry,
     families,
 )
-from stageline.cli.options import Json
+from stageline.cli.options import CommandFailed, Json
+from stageline.cli.output import line_console
 
 
-def models(as_json: Json = False) -> int:
+def models(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="List only families with this part of a name.")
+    ] = "",
+    as_json: Json = False,
+) -> int:
     """List the model families and weight formats that are served, and how each is verified."""
+    if as_json and name:
+        raise typer.BadParameter("--json lists all families", param_hint="NAME")
     if as_json:
         print(catalog_json())
-    else:
-        Console(highlight=False).print(catalog_view(families(), WEIGHT_FORMATS))
+        return 0
+    found = [family for family in families() if _has_name(family, name.lower())]
+    if not found:
+        raise CommandFailed(
+            f"no native family has {name!r} in its name: `stageline plan --check DIR` tells whether "
+            "transformers' layers serve a checkpoint",
+            reason="UNSUPPORTED_MODEL",
+        )
+    line_console(highlight=False).print(catalog_view(found, WEIGHT_FORMATS))
     return 0
+
+
+def _has_name(family: FamilyEntry, part: str) -> bool:
+    names = (family.title, family.model_type, family.class_name, *family.wrappers)
+    return any(part in name.lower() for name in names)
 
 
 def catalog_json() -> str:

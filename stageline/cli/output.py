@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -36,6 +37,16 @@ class Report:
             f"{num_tokens} tokens in {self.total_s:.2f} s, {num_tokens / self.total_s:.1f} tokens/s; "
             f"first token after {self.first_output_s:.2f} s"
         )
+
+
+_PIPE_WIDTH = 1000
+"""Columns where nothing is a terminal: rows stay whole, for tools that read lines."""
+
+
+def line_console(*, highlight: bool = True) -> Console:
+    """A console for standard output that breaks lines for terminals only, or after COLUMNS."""
+    is_wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=highlight, width=_PIPE_WIDTH if is_wide else None)
 
 
 async def show_stream(outputs: AsyncGenerator[GenerateOutput, None], show: Show) -> Report:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +30,7 @@ from stageline.cli import options
 from stageline.cli.check import check
 from stageline.cli.config_flags import config_parameters, make_config
 from stageline.cli.options import CommandFailed
+from stageline.cli.output import line_console
 from stageline.cli.tables import recurrent_states, windowed_blocks
 from weights.location import is_remote, remote_model
 from wire.device_rates import DeviceRates
@@ -384,4 +385,4 @@ def _show_plan(config: CoordinatorConfig, capacities: tuple[WorkerCapacity, ...]
     if as_json:
         print(plan_json(made, served, layers))
     else:
-        Console(highlight=False).print(plan_view(made, served, layers))
+        line_console(highlight=False).print(plan_view(made, served, layers))

@@ -5,10 +5,10 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.live import Live
 
 from stageline.cli import options
+from stageline.cli.output import line_console
 from stageline.cli.tables import status_view
 from stageline.client.client import Client
 from stageline.client.errors import DeadlineExceeded, Unavailable
@@ -119,7 +119,7 @@ async def show_once(client: Client, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(message_fields(message), indent=2))
     else:
-        Console().print(status_view(message))
+        line_console().print(status_view(message))
 
 
 async def _watch(client: Client) -> None:
