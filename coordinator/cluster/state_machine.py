@@ -124,8 +124,8 @@ class ClusterState:
 
     @property
     def num_stages(self) -> int:
-        """Stages of a complete plan: as configured, or of the largest plan so far."""
-        return self._choice.num_stages
+        """Stages of a complete plan: as configured, of the largest one that served, or of the present one."""
+        return max(self._choice.num_stages, 0 if self.plan is None else len(self.plan.stages))
 
     @property
     def stage_workers(self) -> tuple[WorkerRecord, ...]:

@@ -22,7 +22,7 @@ from checkpoint.catalog import (
     FormatEntry,
     families,
 )
-from stageline.cli.options import CommandFailed, Json
+from stageline.cli.options import Json
 from stageline.cli.output import line_console
 
 
@@ -40,11 +40,8 @@ def models(
         return 0
     found = [family for family in families() if _has_name(family, name.lower())]
     if not found:
-        raise CommandFailed(
-            f"no native family has {name!r} in its name: `stageline plan --check DIR` tells whether "
-            "transformers' layers serve a checkpoint",
-            reason="UNSUPPORTED_MODEL",
-        )
+        problem = f"no native family has {name!r} in its name: try `stageline plan --check` for a checkpoint"
+        raise typer.BadParameter(problem, param_hint="NAME")
     line_console(highlight=False).print(catalog_view(found, WEIGHT_FORMATS))
     return 0
 

@@ -15,7 +15,7 @@ def test_a_part_of_a_name_lists_the_families_with_it(capsys: pytest.CaptureFixtu
     assert "qwen3_moe" in listed and "llama" not in listed.partition("Every family")[0].replace(
         "Llama in", ""
     )
-    assert main(["models", "nothing-like-it"]) == 1
+    assert main(["models", "nothing-like-it"]) == 2
     assert "no native family has 'nothing-like-it' in its name" in capsys.readouterr().err
     assert main(["models", "qwen3", "--json"]) == 2
 
