@@ -130,7 +130,7 @@ KINDS = (
         lambda gateway: gateway.refused(400, CHAT, _SLOW_SCHEMA),
         share=0.02,
     ),
-    Kind("client left", Gateway.left, share=0.2),  # a prompt of 500 tokens each
+    Kind("client left", Gateway.left, share=0.5),  # the coordinator keeps 1,024 of them
     Kind(  # 1.5 s for each round, and a new connection to the coordinator
         "coordinator lost", Gateway.lost, beside=Gateway.lose_coordinator, share=0.1
     ),
