@@ -247,9 +247,11 @@ class KvCacheManager:
         )
 
     def _num_missing_blocks(self, sequence: Sequence, group: int) -> int:
-        """Blocks of a block group that the rest of a prefill takes."""
+        """Blocks of a block group that the rest of a prefill takes at most at a time."""
         num_blocks = -(-sequence.num_prefill_tokens // self._block_size)
-        return num_blocks - sequence.kv.groups[group].num_allocated_blocks
+        num_missing = num_blocks - sequence.kv.groups[group].num_allocated_blocks
+        window = self._groups[group].window
+        return num_missing if window is None else min(num_missing, window.num_blocks(self._block_size))
 
     def chunk_size(self, active: ActiveSequence, start: int, end: int, budget: int) -> int:
         """Tokens of the next chunk of a prefill of `active` from `start` to `end`, at most `budget`.

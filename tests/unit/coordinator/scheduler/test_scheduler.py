@@ -10,10 +10,11 @@ from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler import scheduler, sequence
 from coordinator.scheduler.cost_model import StepCost, cost_of_step
 from coordinator.scheduler.in_flight import ResultMismatch, StepsInFlight
-from coordinator.scheduler.kv_manager import KvCacheManager
+from coordinator.scheduler.kv_manager import KvCacheManager, KvGroup
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler
 from coordinator.scheduler.sequence import FinishReason, Priority, SequenceState, UsedRestartCounts
+from kvcache.sequence import KvWindow
 from stage_worker import validation
 from stageline_rpc.internal.v1 import step_pb2
 from tests.unit.coordinator.scheduler.pipeline_model import PipelineModel, key_of, solo_run
@@ -330,6 +331,19 @@ def test_a_shorter_prompt_of_another_client_alternates_with_a_long_one() -> None
     model.drain(max_steps=12)
     assert begun(model) == [[0], [1], [0], [1], [0], [1, 0], [0], [0]]
     model.check_all_ended()
+
+
+def test_prompts_alternate_where_a_window_is_much_shorter_than_the_long_one() -> None:
+    """The long one needs blocks for its window and a chunk there, not for all its tokens."""
+    window = KvWindow(8, 16)
+    group = KvGroup(8 * window.num_blocks(4), window)
+    limits = SchedulerLimits(max_step_tokens=16, max_step_sequences=4, max_steps_in_flight=1)
+    model = PipelineModel(num_blocks=400, block_size=4, limits=limits, other_groups=(group,))
+    model.begin_epoch()
+    model.submit(range(100, 500), max_tokens=1, client="long")
+    model.submit(range(36), max_tokens=1, client="short")
+    model.drain(max_steps=60)
+    assert [number for number, chunks in enumerate(begun(model)) if 1 in chunks] == [1, 3, 5]
 
 
 @pytest.mark.parametrize(
