@@ -321,8 +321,7 @@ class _ArgumentsWriter:
         reader.start(name)
 
     def add(self, key: str, text: str) -> None:
-        allowed = self._types.allowed(self._properties.get(key))
-        value = argument_json(text, allowed.types)
+        value = argument_json(text, types_of(self._properties.get(key), self._types))
         self._writer.arguments(f"{self._separator}{json.dumps(key, ensure_ascii=False)}: {value}")
         self._separator = ", "
 
@@ -333,6 +332,12 @@ class _ArgumentsWriter:
     def give_up(self, value: list[str]) -> None:
         """The text ends within a value, which is text then."""
         self._writer.content("".join(value))
+
+
+def types_of(schema: object, known: SchemaTypes | None = None) -> AbstractSet[str]:
+    """Types of JSON that a schema allows; `known` has the whole one where it is a part."""
+    whole = schema if isinstance(schema, dict) else {}
+    return (known or SchemaTypes(whole)).allowed(schema).types
 
 
 def argument_json(text: str, types: AbstractSet[str]) -> str:

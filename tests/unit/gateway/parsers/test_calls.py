@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.parsers.answer import finish_reason
-from gateway.parsers.calls import ToolDefinition, argument_json
+from gateway.parsers.calls import ToolDefinition, argument_json, types_of
 from gateway.parsers.events import ParsedAnswer, ToolCallArguments, ToolCallStart, call_id
 from gateway.parsers.families import TOOL_FORMATS
 from gateway.parsers.source import MAX_HELD_CHARACTERS, MAX_NAME_CHARACTERS
 from tests.unit.gateway.parsers.answers import all_cuts, cut, new_parser, parse
-from text.schema_types import SchemaTypes
+from text.schema_types import ALL_TYPES, SchemaTypes
 
 PARIS = {"city": "Paris"}
 OSLO = {"city": "Oslo", "days": 3}
@@ -252,7 +252,7 @@ def test_values_without_quotes_follow_the_schema() -> None:
 
 
 def argument(text: str, schema: object, definitions: dict[str, Any] | None = None) -> str:
-    return argument_json(text, SchemaTypes({"$defs": definitions or {}}).allowed(schema).types)
+    return argument_json(text, types_of(schema, SchemaTypes({"$defs": definitions or {}})))
 
 
 def test_the_types_of_a_value_may_be_a_union() -> None:
@@ -461,3 +461,11 @@ def test_a_call_whose_name_is_too_far_away_is_content() -> None:
     name = "a" * (MAX_NAME_CHARACTERS + 1)
     assert parse(new_parser("glm45"), [f"<tool_call>{name}\n</tool_call>"]).calls == []
     assert len(parse(new_parser("glm45"), [f"<tool_call>{name[1:]}\n</tool_call>"]).calls) == 1
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": None}, {"type": 5}, {"enum": None}, {"enum": 7}, {"anyOf": [{"type": None}]}, None]
+)
+def test_a_schema_that_says_nothing_of_types_allows_all(schema: object) -> None:
+    assert types_of(schema) == ALL_TYPES
+    assert types_of({"type": ["integer", "null"]}) == {"integer", "null"}
