@@ -126,6 +126,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.customers)
     @rule(place=PLACES, count=st.sampled_from([1, 1, 100]))
     def read(self, place: int, count: int) -> None:
+        self.turn()  # a slow reader that a delivery ends is looked at before it reads
         if (customer := self.pick(place, lambda customer: not customer.call.is_over)) is not None:
             for _ in range(count):
                 if not customer.read(self.model.now_s):
