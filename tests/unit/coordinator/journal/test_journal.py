@@ -125,6 +125,8 @@ def test_the_file_stays_small_however_many_requests_pass(tmp_path: Path) -> None
             if number % 10 == 9:
                 journal.forget(journal.ids[:-5])
                 journal.trim()
+                if (running := journal._checkpoints._running) is not None:
+                    running.result()  # a loop that only writes is faster than the disk
                 sizes.append(path.stat().st_size + Path(f"{path}-wal").stat().st_size)
     assert max(sizes[100:]) < 1.5 * max(sizes[:100])
     assert path.stat().st_size < 400_000
