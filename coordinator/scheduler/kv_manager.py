@@ -3,7 +3,7 @@
 All changes of the ledgers go through this module, so frames carry signals in the order of the ledgers.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import count, repeat
@@ -232,7 +232,7 @@ class KvCacheManager:
         ]
         return AdmissionPlan(active, num_cached_tokens, num_new_blocks[0], tuple(num_new_blocks[1:]))
 
-    def can_admit(self, plan: AdmissionPlan, *, is_alone: bool, prefilling: Iterable[Sequence] = ()) -> bool:
+    def can_admit(self, plan: AdmissionPlan, *, is_alone: bool, prefilling: Collection[Sequence] = ()) -> bool:
         """Whether blocks and a state are available beside those that the rest of `prefilling` needs.
 
         A sequence that is not alone must also leave the watermark.

@@ -305,8 +305,8 @@ class CoordinatorLink:
 
     async def _cancel_orphans(self) -> None:
         """Cancel what ended for its readers while the coordinator was away, and would run on for nobody."""
-        orphans, self._orphans = self._orphans, []
-        for request in orphans:
+        while self._orphans and self._call is not None:  # the others wait for the next connection
+            request = self._orphans.pop()
             with contextlib.suppress(UpstreamFailure):  # it has ended, or ends by itself after `keep_s`
                 await self.cancel(request.request_id, request.secret, tenant=request.tenant)
 
@@ -438,7 +438,7 @@ class CoordinatorLink:
         self._call, self._away_since_s, self._refusal = call, None, ""
         for request in list(self._requests):
             call.begin(request)
-        if self._orphans:
+        if self._orphans and (self._cancelling is None or self._cancelling.done()):
             self._cancelling = asyncio.create_task(self._cancel_orphans(), name="cancel orphans")
 
     def _fail_overdue(self, reason: str) -> None:
