@@ -232,7 +232,9 @@ class KvCacheManager:
         ]
         return AdmissionPlan(active, num_cached_tokens, num_new_blocks[0], tuple(num_new_blocks[1:]))
 
-    def can_admit(self, plan: AdmissionPlan, *, is_alone: bool, prefilling: Collection[Sequence] = ()) -> bool:
+    def can_admit(
+        self, plan: AdmissionPlan, *, is_alone: bool, prefilling: Collection[Sequence] = ()
+    ) -> bool:
         """Whether blocks and a state are available beside those that the rest of `prefilling` needs.
 
         A sequence that is not alone must also leave the watermark.
